@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -17,7 +18,7 @@ from headrace.errors import command, in_words, user_frame
 from headrace.settings import ConfigError, describe, parse_override, to_dict, to_toml
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from headrace.config import Recipe
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known, rest = parser.parse_known_args(arguments)
     try:
         overrides = dict(parse_override(argument) for argument in join_pairs(rest))
-        if overrides and known.command not in ("train", "doctor"):
+        if overrides and known.command not in ("train", "evaluate", "doctor"):
             if known.command == "serve":  # a value may be a token
                 rest = [argument.partition("=")[0] for argument in join_pairs(rest)]
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -80,6 +81,28 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--resume-anyway", action="store_true", help="resume although the tasks or the model have been edited")
     train.set_defaults(run=_train)
 
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="evaluate a model or a run on a recipe's held-out tasks",
+        description="Evaluate a model on a recipe's held-out tasks. Any setting can be overridden: --evaluate.samples=8",
+    )
+    evaluate.add_argument(
+        "model", metavar="MODEL", help="a run's folder, a checkpoint, a Hugging Face folder or hub name, or builtin:tiny"
+    )
+    evaluate.add_argument("recipe", metavar="RECIPE", nargs="?", help="a TOML file (default: that of the run)")
+    evaluate.add_argument("--against", default="", help="another model, or the JSON file of one: print paired differences")
+    evaluate.add_argument("--json", type=Path, help="write the result to this file, with every task")
+    evaluate.set_defaults(run=_evaluate)
+
+    merge = commands.add_parser(
+        "merge",
+        help="write the model that an adapter makes of its base",
+        description="Write an adapter and the model it belongs to as one Hugging Face folder, in float32.",
+    )
+    merge.add_argument("model", metavar="MODEL", help="a run's folder, a checkpoint, or a folder with an adapter")
+    merge.add_argument("out", metavar="OUT", type=Path, help="a folder that is new or empty")
+    merge.set_defaults(run=_merge)
+
     doctor = commands.add_parser(
         "doctor",
         help="find what would go wrong with a recipe on this machine, and how to fix it",
@@ -114,10 +137,19 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--slots", type=int, default=64, help="completions decoded at once; more wait")
     serve.add_argument("--queue", type=int, default=1024, help="completions that may wait; what is more is refused with a 429")
     serve.add_argument("--context", type=int, default=0, help="most tokens of prompt and completion; 0: the model's own limit")
-    serve.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and computation")
+    serve.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of weights and computation"
+    )
     serve.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
     serve.add_argument("--threads", type=int, default=0, help="CPU threads of torch; 0: one per core")
     serve.add_argument("--name", help="what clients call the model (default: MODEL)")
+    serve.add_argument(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        action="append",
+        default=[],
+        help="also serve the model with this adapter, to requests for the model NAME; may be repeated",
+    )
     serve.add_argument("--api-token-file", type=Path, help="holds what clients must send (default: HEADRACE_API_TOKEN)")
     serve.add_argument("--control-token-file", type=Path, help="gives access to /control (default: HEADRACE_CONTROL_TOKEN)")
     serve.set_defaults(run=_serve)
@@ -138,15 +170,23 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
     recipe = load_recipe(options.recipe, overrides)
     print("\n".join(recipe.derivation()), flush=True)
+    if options.dry_run:
+        return _told(lambda: _dry_run(recipe))
+    return _told(lambda: _launch(recipe, options))
+
+
+def _dry_run(recipe: Recipe) -> None:
+    _check_inputs(recipe)
+    print(f"\n{to_toml(to_dict(recipe))}\ndry run: the recipe is valid; nothing was started")
+
+
+def _told(call: Callable[[], None]) -> int:
+    """Call it and return the exit status; a failure is shown in a few lines (the log has the traceback)."""
     try:
-        if options.dry_run:
-            _check_inputs(recipe)
-            print(f"\n{to_toml(to_dict(recipe))}\ndry run: the recipe is valid; nothing was started")
-        else:
-            _launch(recipe, options)
+        call()
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001  (shown in a few lines; the log has the traceback)
+    except Exception as error:  # noqa: BLE001
         notes = "".join(f"\n  {note}" for note in [user_frame(error), *getattr(error, "__notes__", [])] if note)
         print(f"headrace: {in_words(error)}{notes}", file=sys.stderr)
         return 1
@@ -166,6 +206,33 @@ def _launch(recipe: Recipe, options: argparse.Namespace) -> None:
         command=f"{command()} {shlex.join(sys.argv[1:])}",
     )
     launch(recipe, UserInputs(), how)
+
+
+def _evaluate(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    from headrace.config import load_recipe
+
+    recipe = None if options.recipe is None else load_recipe(options.recipe, overrides)
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {options.json}: its folder does not exist")
+
+    def evaluate() -> None:
+        from headrace.launch import UserInputs, evaluate as launch_evaluation
+
+        found = launch_evaluation(options.model, recipe, UserInputs(), overrides=overrides, against=options.against)
+        print(found)
+        if options.json is not None:
+            options.json.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+
+    return _told(evaluate)
+
+
+def _merge(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    def merge() -> None:
+        from headrace.launch import merge as launch_merge
+
+        print(f"merged     {launch_merge(options.model, options.out)}")
+
+    return _told(merge)
 
 
 def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
@@ -188,19 +255,28 @@ def _check_inputs(recipe: Recipe) -> None:
 
     train, usual = recipe.train, TrainSettings()
     try:
-        check_inputs(recipe, UserInputs())
-        if (train.loss, train.advantage, train.constants) != (usual.loss, usual.advantage, usual.constants):
-            from headrace.launch import check_columns, check_loss
+        for note in check_inputs(recipe, UserInputs()):
+            print(note)
+        if recipe.lora.is_on and recipe.steps:
+            from headrace.launch import describe_adapter
 
-            check_loss(recipe)
+            print(describe_adapter(recipe))
+        if (train.loss, train.advantage, train.constants) != (usual.loss, usual.advantage, usual.constants):
+            from headrace.algorithms import check_loss
+            from headrace.launch import check_columns
+
+            check_loss(train.loss, train.constants)
             check_columns(recipe, UserInputs())
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
 def _inspect(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    from headrace.observe import read_rollouts, render
+    from headrace.observe import EVENTS, read_lines, read_rollouts, render
 
+    for event in read_lines(options.folder / EVENTS) if (options.folder / EVENTS).exists() else ():
+        what = f"{event['key']} {event['was']} -> {event['value']}" if event["event"] == "change" else "stopped"
+        print(f"version {event['version']}: {what}, by {event['by']}")
     step, rollouts = read_rollouts(options.folder, options.step)
     ordered = sorted(rollouts, key=lambda rollout: rollout.reward or 0.0)
     chosen = [ordered[-1], ordered[0]]
@@ -237,18 +313,35 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
             raise ConfigError(f"--{name} {getattr(options, name)}: must be ≥ {least}")
     if options.model.startswith((".", "/", "~")) and not Path(options.model).exists():
         raise ConfigError(f"model {options.model!r}: the folder does not exist")
+    adapters = _adapters(options)
     listener = bind(options.host, options.port, has_token=api_token is not None)
 
     from headrace.launch import ServeOptions, serve
 
     names = ("model", "host", "slots", "queue", "context", "dtype", "device", "threads")
     given = {name: getattr(options, name) for name in names}
-    how = ServeOptions(**given, name=options.name or options.model, api_token=api_token, control_token=control_token)
+    given |= {"api_token": api_token, "control_token": control_token, "adapters": adapters}
+    how = ServeOptions(**given, name=options.name or options.model)
     try:
         return serve(how, listener)
     except RuntimeError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return 1
+
+
+def _adapters(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """(name, folder) of each `--adapter`."""
+    names = {options.name or options.model}
+    for given in options.adapter:
+        name, separator, folder = given.partition("=")
+        if not (name and separator and folder):
+            raise ConfigError(f"--adapter {given}: write NAME=FOLDER, such as --adapter math=runs/math/checkpoints/step-100")
+        if name in names:
+            raise ConfigError(f"--adapter {given}: {name!r} is taken; give each adapter a name of its own")
+        if not Path(folder).is_dir():
+            raise ConfigError(f"--adapter {given}: the folder does not exist")
+        names.add(name)
+    return tuple((name, folder) for name, _, folder in (given.partition("=") for given in options.adapter))
 
 
 def _token(file: Path | None, kind: str) -> str | None:

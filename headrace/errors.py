@@ -7,7 +7,9 @@ import shutil
 import sys
 import traceback
 from pathlib import Path
+from typing import TypeVar
 
+E = TypeVar("E", bound=BaseException)
 _OURS = str(Path(__file__).parent)
 NOT_THE_USERS = (_OURS, sys.prefix, sys.base_prefix, "<")
 """What file names of Headrace and of libraries start with."""
@@ -47,6 +49,14 @@ def user_cause(error: BaseException) -> BaseException | None:
             shown = frame.tb_next
         frame = frame.tb_next
     return cause.with_traceback(shown)
+
+
+def without_our_frames(error: E) -> E:
+    """An error of ours as a caller should see it: without its traceback, which the log has, and from the user's own frames."""
+    if is_ours(error):
+        error.__cause__ = user_cause(error)
+        return error.with_traceback(None)
+    return error
 
 
 def command() -> str:

@@ -15,7 +15,7 @@ import tomllib
 import types
 import typing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -43,13 +43,17 @@ class Origin:
     text: str = ""
     overrides: frozenset[str] = frozenset()
     """Dotted keys given on the command line or in a call."""
+    presets: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What set each dotted key that the user did not write, such as `algorithm = 'dapo'`."""
     advise: Callable[[str], str] = lambda _: ""
-    """What to write instead of a name that is not a setting; "" if unknown."""
+    """What to write instead of a name that is not a setting, or of `key = value` with a value that is none; "" if unknown."""
 
     def locate(self, key: str) -> str:
         """`file:line: ` of a dotted key; the file alone if the line is not found."""
         if any(key == given or given.startswith(f"{key}.") or key.startswith(f"{given}.") for given in self.overrides):
             return "override: "
+        if key in self.presets:
+            return f"{self.presets[key]}: "
         if not self.name:
             return ""
         section, sections = "", dict[str, int]()
@@ -77,15 +81,22 @@ def load_toml(text: str, *, name: str) -> dict[str, Any]:
 
 
 def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), prefix: str = "") -> T:  # noqa: B008  (frozen)
-    """An instance of dataclass `cls` from a dict; unknown keys and wrong types are refused."""
+    """An instance of dataclass `cls` from a dict; unknown keys and wrong types are refused, all of them at once."""
     hints = typing.get_type_hints(cls)
-    values = {}
+    values, wrong = {}, []
     for key, value in data.items():
         path = prefix + key
-        if key not in hints:
-            advice = origin.advise(key) or _nearest(key, [f.name for f in dataclasses.fields(cls)], prefix)
-            raise ConfigError(f"{origin.locate(path)}{path} is not a setting; {advice}")
-        values[key] = _convert(hints[key], value, origin=origin, path=path)
+        if key in hints:
+            try:
+                values[key] = _convert(hints[key], value, origin=origin, path=path)
+            except ConfigError as error:
+                wrong.append(str(error))
+        else:
+            advice = origin.advise(_first_leaf(path, value)) or origin.advise(key)
+            advice = advice or _nearest(key, [f.name for f in dataclasses.fields(cls)], prefix)
+            wrong.append(f"{origin.locate(path)}{path} is not a setting; {advice}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
     for f in dataclasses.fields(cls):
         if f.name not in values and _default(f) is dataclasses.MISSING:
             raise ConfigError(f"{origin.locate(prefix.rstrip('.'))}{prefix}{f.name} is missing and has no default")
@@ -94,6 +105,14 @@ def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), p
     except ConfigError as error:
         key = prefix + str(error).split(" ", maxsplit=1)[0]
         raise ConfigError(f"{origin.locate(key)}{prefix}{error}") from None
+
+
+def _first_leaf(path: str, value: object) -> str:
+    """The dotted key of the first setting in an unknown section, or of an unknown setting itself."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        path = f"{path}.{key}"
+    return path
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,13 +232,18 @@ def _convert(hint: Any, value: Any, *, origin: Origin, path: str) -> Any:  # noq
             return value
         if isinstance(value, dict):
             return build(hint, value, origin=origin, prefix=path + ".")
-    elif kind is typing.Literal:
+    elif kind is Literal:
         if value in arguments:
             return value
-        guess = difflib.get_close_matches(str(value), [str(a) for a in arguments], n=1)
-        hint_text = f"; did you mean {guess[0]!r}?" if guess else ""
+        guess = difflib.get_close_matches(str(value).lower(), [str(a) for a in arguments], n=1)
+        asked = _first_leaf(path, value) if isinstance(value, dict) else f"{path} = {value}"
+        advice = origin.advise(asked) or (f"did you mean {guess[0]!r}?" if guess else "")
         choices = ", ".join(repr(a) for a in arguments)
-        raise ConfigError(f"{origin.locate(path)}{path} = {value!r}: must be one of {choices}{hint_text}")
+        raise ConfigError(f"{origin.locate(path)}{path} = {value!r}: must be one of {choices}{advice and f'; {advice}'}")
+    elif kind is tuple and isinstance(value, str) and (arguments[0] is str or typing.get_origin(arguments[0]) is Literal):
+        return (_convert(arguments[0], value, origin=origin, path=path),)  # one text for a list of one
+    elif kind is tuple and isinstance(value, dict) and dataclasses.is_dataclass(arguments[0]):
+        raise ConfigError(f"{origin.locate(path)}{path} is a list of tables: write [[{path}]], in Python {path}=[{{…}}]")
     elif kind is tuple and isinstance(value, list | tuple):
         return tuple(_convert(arguments[0], v, origin=origin, path=f"{path}.{i}") for i, v in enumerate(value))
     elif kind is dict and isinstance(value, dict):
@@ -251,7 +275,7 @@ def _section_of(hint: Any) -> type[Any] | None:  # noqa: ANN401
 
 def _type_name(hint: Any) -> str:  # noqa: ANN401
     kind, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if kind is typing.Literal:
+    if kind is Literal:
         return " | ".join(_toml_value(a) for a in arguments)
     if kind in (typing.Union, types.UnionType):
         return " | ".join(_type_name(a) for a in arguments if a is not type(None)) + " or nothing"

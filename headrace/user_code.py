@@ -1,11 +1,14 @@
-"""Awaits coroutines that users wrote, which may not end when they are cancelled."""
+"""Awaits coroutines and calls functions that users wrote, which may not end when they are cancelled."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+import threading
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from headrace.errors import NOT_THE_USERS
 
@@ -62,3 +65,44 @@ def _place(task: asyncio.Task[Any]) -> str:
             found = f"{file}:{line}, in {name}"
         inner = inner.cr_await
     return found
+
+
+class UserThread:
+    """A thread that calls users' plain functions one after another. Unlike one of `asyncio.to_thread`, it does not keep the
+    process from ending if a call never returns."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    async def call(self, function: Callable[..., T], *arguments: object) -> T:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
+
+        def job() -> None:
+            result, error = None, None
+            try:
+                result = function(*arguments)
+            except BaseException as raised:  # noqa: BLE001  (raised again below)
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the event loop has ended meanwhile
+                loop.call_soon_threadsafe(settle, result, error)
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if not done.done():  # else whoever waited was cancelled
+                done.set_result((result, error))
+
+        if not self._thread.ident:
+            self._thread.start()
+        self._jobs.put(job)
+        result, error = await done
+        if error is not None:
+            raise error
+        return cast("T", result)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()

@@ -43,7 +43,7 @@ def make_tokens(*, seed: int = 0, spread: float = 0.5, is_base_proximal: bool = 
 
 @dataclass
 class Token:
-    """One token as plain numbers; `log_ratios` are those of its whole rollout."""
+    """One token as plain numbers; `log_ratios` and `rollout_advantages` are those of its whole rollout."""
 
     logprob: float
     recorded: float
@@ -53,6 +53,7 @@ class Token:
     lag: int
     teacher: float
     log_ratios: list[float]
+    rollout_advantages: list[float]
 
     @property
     def ratio(self) -> float:
@@ -61,11 +62,11 @@ class Token:
 
 def plain(tokens: TokenTensors) -> list[Token]:
     ratios = (tokens.logprobs - tokens.old).tolist()
-    of_sequence: dict[int, list[float]] = {}
-    for row, value in zip(tokens.sequence.tolist(), ratios, strict=True):
-        of_sequence.setdefault(row, []).append(value)
+    of_sequence: dict[int, list[tuple[float, float]]] = {}
+    for row, *pair in zip(tokens.sequence.tolist(), ratios, tokens.advantages.tolist(), strict=True):
+        of_sequence.setdefault(row, []).append((pair[0], pair[1]))
     return [
-        Token(*values, log_ratios=of_sequence[row])
+        Token(*values, *map(list, zip(*of_sequence[row], strict=True)))
         for *values, row in zip(
             tokens.logprobs.tolist(),
             tokens.recorded.tolist(),

@@ -77,13 +77,16 @@ class Pooled:
     listener: Listener
     decode: Callable[[list[int]], str] | None = None
     """Of its engines."""
+    record_entropy: bool = False
+    """By its engines."""
     far: list[Far] = field(default_factory=list)
     _reading: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def start(self, *, slots: int, context: int, name: str = "") -> Far:
         """An engine that is connected and has not joined."""
         name = name or f"engine-{len(self.far)}"
-        core = EngineCore(load_model(self.model_path), name=name, slots=slots, context=context, decode=self.decode)
+        options = {"decode": self.decode, "record_entropy": self.record_entropy}
+        core = EngineCore(load_model(self.model_path), name=name, slots=slots, context=context, **options)
         timeline, life = ProcessTimeline("engine"), Lineage("life")
         sync = WeightSync(life, SharedMemoryTransport(prefix="w", folder=self.folder), name=name)
         engine = NativeEngine(core, sync=sync, timeline=timeline)

@@ -62,6 +62,7 @@ def test_a_dry_run_prints_how_sizes_follow_and_starts_nothing(capsys, tmp_path, 
         (("train", "recipes/quickstart.toml", "--dry-run", "--tasks.0.source=nofile.jsonl"), "nofile.jsonl: no such file"),
         (("train", "recipes/quickstart.toml", "--dry-run", "--tasks.0.source=builtin:sort"), "no built-in task 'sort'"),
         (("train", "recipes/quickstart.toml", "--dry-run", "--tasks.0.options.max_lenght=4"), "'max_lenght'"),
+        (("train", "recipes/quickstart.toml", "--dry-run", "--lora.rank=4", '--lora.targets=["qproj"]'), "nearest: q_proj"),
         (("train", "recipes/quickstart.toml", "--dry-run", "--tasks=[]"), "tasks: none are given"),
         (("train", "recipes/quickstart.toml", "--dry-run", "--train.loss=gpro"), "train.loss = 'gpro': must be one of grpo"),
         (("train", "recipes/quickstart.toml", "--dry-run", "--train.loss=ppo"), "trains values; set it to 'gae'"),
@@ -74,6 +75,11 @@ def test_a_dry_run_prints_how_sizes_follow_and_starts_nothing(capsys, tmp_path, 
         (("train", "recipes/quickstart.toml", "--train.loss=gpro"), "train.loss = 'gpro': must be one of grpo"),
         (("train", "recipes/quickstart.toml", "--device=cuda"), "torch sees no GPU"),
         (("train", "recipes/quickstart.toml", "--seed=-1"), "seed = -1: must be ≥ 0"),
+        (("evaluate", "builtin:tiny"), "no run or checkpoint of one, whose recipe could be taken; name a recipe"),
+        (("evaluate", "./absent", "recipes/quickstart.toml"), "model './absent': the folder does not exist"),
+        (("evaluate", "builtin:tiny", "recipes/quickstart.toml", "--evaluate.samples", "0"), "evaluate.samples = 0"),
+        (("evaluate", "builtin:tiny", "recipes/quickstart.toml", "--json", "absent/x.json"), "its folder does not exist"),
+        (("evaluate", "builtin:tiny", "recipes/quickstart.toml", "--against", "absent.json"), "there is no such file"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(capsys, arguments, message) -> None:
@@ -139,6 +145,25 @@ def test_inspect_shows_a_rollout_token_by_token(capsys, tmp_path) -> None:
     assert "holds no rollouts" in capsys.readouterr().err
 
 
+def test_evaluate_prints_a_table_and_writes_every_task(capsys, tmp_path) -> None:
+    small = [
+        "--model.hidden_size=32",
+        "--model.num_heads=1",
+        "--model.num_layers=1",
+        "--orchestrate=inline",
+        "--evaluate.limit=3",
+    ]
+    file = tmp_path / "found.json"
+    given = ["evaluate", "builtin:tiny", "recipes/quickstart.toml", "--evaluate.samples=2", *small]
+    assert run(*given, "--json", str(file)) == 0
+    said, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert said.startswith("builtin:tiny\n3 tasks × 2 samples at temperature 1, and greedy; 95 %") and "pass@2" in said
+    assert found["metrics"].keys() == {"success", "greedy", "held_out_reward", "pass@1", "pass@2", "maj@2"}
+    assert [len(task["rewards"]) for task in found["tasks"]] == [2, 2, 2]
+    assert run(*given, "--against", str(file)) == 0
+    assert f"minus {file}" in capsys.readouterr().out and not list(tmp_path.glob("**/logs"))
+
+
 def test_bench_writes_the_shape_the_design_names(tmp_path) -> None:
     from headrace.bench.harness import Row, write
 
@@ -151,7 +176,7 @@ def test_bench_writes_the_shape_the_design_names(tmp_path) -> None:
 def test_a_failed_run_ends_in_one_line_with_the_folder(tmp_path) -> None:
     (tmp_path / "bad.py").write_text("def reward(prompts, completions, **columns):\n    return [0.5]\n")
     arguments = [
-        "train", "recipes/quickstart.toml", "--steps=2", f"--run-dir={tmp_path / 'run'}", "--warmup.steps=0",
+        "train", "recipes/quickstart.toml", "--steps=2", f"--run-dir={tmp_path / 'run'}", "--sft.steps=0",
         f'--reward.functions=["{tmp_path / "bad.py"}:reward"]', "--evaluate.tasks=[]",
     ]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "headrace", *arguments], capture_output=True, text=True)
@@ -162,7 +187,7 @@ def test_a_failed_run_ends_in_one_line_with_the_folder(tmp_path) -> None:
 def test_an_error_in_the_users_code_is_shown_where_it_happened(tmp_path) -> None:
     (tmp_path / "mine.py").write_text("def loss(tokens):\n    return tokens.absent, {}\n")
     arguments = [
-        "train", "recipes/quickstart.toml", "--steps=2", f"--run-dir={tmp_path / 'run'}", "--warmup.steps=0",
+        "train", "recipes/quickstart.toml", "--steps=2", f"--run-dir={tmp_path / 'run'}", "--sft.steps=0",
         f"--train.loss={tmp_path / 'mine.py'}:loss", "--evaluate.tasks=[]",
     ]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "headrace.cli", *arguments], capture_output=True, text=True)

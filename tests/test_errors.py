@@ -43,7 +43,7 @@ def test_an_error_that_is_not_ours_keeps_every_frame(monkeypatch) -> None:
     monkeypatch.setattr("headrace.launch.launcher.Launcher.launch", broken)
     with pytest.raises(ZeroDivisionError) as caught:
         headrace.train(model="builtin:tiny")
-    assert files(caught.value) == ["test_errors.py", "__init__.py", "launcher.py", "test_errors.py"]
+    assert files(caught.value) == ["test_errors.py", "__init__.py", "launcher.py", "launcher.py", "test_errors.py"]
 
 
 def test_the_command_is_named_so_that_it_can_be_typed(tmp_path, monkeypatch) -> None:

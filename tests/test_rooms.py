@@ -78,7 +78,9 @@ def test_imports_go_through_front_doors() -> None:
 
 ALSO_OWNED_BY = {
     "train.loss": "algorithms",
+    "algorithm": "algorithms",
     "train.advantage": "algorithms",
+    "train.scale_rewards": "algorithms",
     "train.loss_mean": "run",
     "train.kl_estimator": "algorithms",
     "staleness.correct": "algorithms",

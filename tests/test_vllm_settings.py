@@ -12,7 +12,7 @@ import torch
 from headrace.config import Recipe, make_recipe, parse_recipe
 from headrace.engine import VllmSettings
 from headrace.engine.vllm.kind import choose_handover, gpu_share, gpus_of
-from headrace.engine.vllm.open import check_sampling, server_arguments
+from headrace.engine.vllm.open import server_arguments
 from headrace.launch.build import check_engine, check_sync, preflight
 from headrace.launch.inputs import UserInputs
 from headrace.launch.placement import choose_device, choose_transport, receiving_device, threads_of
@@ -318,11 +318,3 @@ def test_a_server_is_started_for_the_way_its_weights_come_and_leaves_the_trainer
         assert started(recipe).get("--stream-interval") == every
     with pytest.raises(ConfigError, match=r"engine\.vllm\.handover decides it"):
         vllm(vllm__arguments={"weight_transfer_config": {}})
-
-
-def test_a_cut_off_whose_tokens_cannot_all_be_told_is_refused() -> None:
-    check_sampling(make_recipe({"sampling.top_p": 0.9}), vocabulary=4096)
-    check_sampling(make_recipe({"sampling.top_p": 0.9, "sampling.top_k": 100}), vocabulary=150_000)
-    for settings in ({"sampling.top_p": 0.9}, {"sampling.min_p": 0.1}, {"sampling.top_k": 4000}):
-        with pytest.raises(ConfigError, match=r"a vocabulary of 150000, a cut-off needs top_k between 1 and 2048"):
-            check_sampling(make_recipe(settings), vocabulary=150_000)

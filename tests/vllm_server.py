@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.config import make_recipe
+from headrace.engine.stop_strings import stop_tokens
 from headrace.engine.vllm.api import VllmApi
 from headrace.engine.vllm.engine import VllmEngine
 from headrace.engine.vllm.open import make_handover, server_arguments
 from headrace.engine.vllm.server import end, start
 from headrace.model.head import Head
-from headrace.model.load import load_model
+from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import StagedWeights
 from headrace.observe import Timeline
 
@@ -122,13 +123,13 @@ async def served(
         slots=slots,
         context=context,
         vocabulary=Head(model).vocabulary,
-        num_candidates=256,
         model=model,
         staged=StagedWeights(model, in_place=False),
         sync=sync,
         handover=handover,
         timeline=Timeline("engine"),
         decode=decode,
+        end_ids=stop_tokens(model.generation_config, load_tokenizer(model_path)),
     )
     engine.start()
     try:

@@ -107,7 +107,7 @@ def _train_three_versions(place: Path, environment: dict[str, str]) -> None:
     """Run the quickstart without evaluations or checkpoints, and stop it after the third version."""
     settings = [
         "--steps=100",
-        "--warmup.steps=20",
+        "--sft.steps=20",
         "--evaluate.every=0",
         "--checkpoint.every=100",
         f"--run-dir={place / 'run'}",

@@ -3,6 +3,7 @@
 python tools/pictures.py architecture docs/architecture.svg
 python tools/pictures.py timeline RUN/trace.json docs/timeline.svg --versions 4
 python tools/pictures.py in_flight docs/in_flight.svg        simulates an hour first, as `headrace bench controller` does
+python tools/pictures.py learning OUT.json docs/learning.svg        of `headrace bench trl --json OUT.json`
 """
 
 from __future__ import annotations
@@ -132,27 +133,49 @@ def in_flight() -> str:
     from headrace.bench.controller_in_flight import hour
 
     moments = hour(**HOUR)
+    lines = {
+        "resident memory": [[(second, held / 1e6) for second, _, held in moments]],
+        "16 bytes for each token in flight": [[(second, 16 * tokens / 1e6) for second, tokens, _ in moments]],
+    }
+    title = f"{HOUR['calls']:,} calls in flight that report every second, of {HOUR['mean']:,} tokens in the mean"
+    return _chart(lines, title, x=(HOUR["seconds"], "{:g} min", 60), unit="{:g} MB")
+
+
+def learning(bench: Path) -> str:
+    """The reward over time of each contestant of `headrace bench trl`, one line per seed."""
+    lines: dict[str, list[list[tuple[float, float]]]] = {}
+    for row in json.loads(bench.read_text())["rows"]:
+        if "curve" in row:
+            lines.setdefault(row["name"].rpartition(", ")[2], []).append(row["curve"])
+    last = max(second for of_name in lines.values() for line in of_name for second, _ in line)
+    return _chart(lines, "Mean reward of each batch over seconds of training", x=(last, "{:.0f} s", 1), unit="{:.2f}", most=1)
+
+
+def _chart(
+    lines: dict[str, list[list[tuple[float, float]]]],
+    title: str,
+    *,
+    x: tuple[float, str, float],
+    unit: str,
+    most: float = 0.0,
+) -> str:
+    """Lines by name. `x`: its end, and how to write a number of it divided by the last; `most`: the top, found if 0."""
     left, top, width, height = 60, 40, 800, 220
-    lines = [[held / 1e6 for _, _, held in moments], [16 * tokens / 1e6 for _, tokens, _ in moments]]
-    names = ("resident memory", "16 bytes for each token in flight")
-    most = max(map(max, lines))
-    most = next(step for step in (20, 50, 100, 200, 500, 1000, 2000) if step >= most)
-
-    def at(second: float, size: float) -> str:
-        return f"{left + width * second / HOUR['seconds']:.1f} {top + height - height * size / most:.1f}"
-
+    end, label, divisor = x
+    highest = max(value for of_name in lines.values() for line in of_name for _, value in line)
+    most = most or next(step for step in (20, 50, 100, 200, 500, 1000, 2000) if step >= highest)
     parts = [f'<rect class="track" x="{left}" y="{top}" width="{width}" height="{height}"/>']
     for part in range(5):
         y = top + height - height * part / 4
-        parts += [f'<path class="mark" d="M{left} {y:.0f}h{width}"/>', _text(10, y + 4, f"{most * part / 4:g} MB", "small")]
-    for minute in range(0, 61, 10):
-        parts.append(_text(left + width * minute / 60 - 14, top + height + 18, f"{minute} min", "small"))
-    for place, (line, name) in enumerate(zip(lines, names, strict=True)):
-        points = [at(0, 0), *(at(second, size) for (second, _, _), size in zip(moments, line, strict=True))]
-        parts.append(f'<path class="line l{place}" d="M{" L".join(points)}"/>')
+        parts += [f'<path class="mark" d="M{left} {y:.0f}h{width}"/>', _text(10, y + 4, unit.format(most * part / 4), "small")]
+    for part in range(7):
+        parts.append(_text(left + width * part / 6 - 14, top + height + 18, label.format(end * part / 6 / divisor), "small"))
+    for place, (name, of_name) in enumerate(lines.items()):
+        for line in of_name:
+            points = [f"{left + width * at / end:.1f} {top + height - height * value / most:.1f}" for at, value in line]
+            parts.append(f'<path class="line l{place}" d="M{" L".join(points)}"/>')
         parts.append(f'<path class="line l{place}" d="M{left + 300 * place} 22h24"/>')
         parts.append(_text(left + 300 * place + 32, 26, name, "small"))
-    title = f"{HOUR['calls']:,} calls in flight that report every second, of {HOUR['mean']:,} tokens in the mean"
     return _svg(left + width + 30, top + height + 30, parts, title)
 
 
@@ -168,12 +191,14 @@ def _svg(width: int, height: int, parts: list[str], title: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=("architecture", "timeline", "in_flight"))
-    parser.add_argument("files", nargs="+", type=Path, help="the SVG to write, after the trace for a timeline")
+    parser.add_argument("picture", choices=("architecture", "timeline", "in_flight", "learning"))
+    parser.add_argument("files", nargs="+", type=Path, help="the SVG to write, after the file it is drawn from if there is one")
     parser.add_argument("--versions", type=int, default=4, help="how many versions a timeline shows")
     options = parser.parse_args()
     if options.picture == "timeline":
         picture = timeline(options.files[0], versions=options.versions)
+    elif options.picture == "learning":
+        picture = learning(options.files[0])
     else:
         picture = architecture() if options.picture == "architecture" else in_flight()
     options.files[-1].write_text(picture)

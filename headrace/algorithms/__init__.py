@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.algorithms.advantage_estimators import advantages, batch_advantages, gae, normalised, token_rewards
-    from headrace.algorithms.columns import COMPUTED, PROXIMAL, REFERENCE, RETURNS, REWARDS, TEACHER, VALUES
+    from headrace.algorithms.adaptive_weights import next_entropy_weight, next_kl_weight
+    from headrace.algorithms.advantage_estimators import (
+        advantages,
+        batch_advantages,
+        gae,
+        normalised,
+        sum_of_normalised,
+        token_rewards,
+    )
+    from headrace.algorithms.columns import COMPUTED, ENTROPY, PROXIMAL, REFERENCE, RETURNS, REWARDS, TEACHER, VALUES
     from headrace.algorithms.corrections import BATCH_WIDE, CORRECTIONS
-    from headrace.algorithms.losses import columns_to_bring, missing_column, needed_columns, resolve_loss
+    from headrace.algorithms.group_filters import FilterSettings, unwanted
+    from headrace.algorithms.losses import check_loss, columns_to_bring, missing_column, needed_columns, resolve_loss
+    from headrace.algorithms.named import NAMED
     from headrace.algorithms.token_objective import Objective, batch_correction, objective, ratio_base
     from headrace.algorithms.tokens import TokenTensors, ratio_of
     from headrace.algorithms.traits import ADVANTAGES, correction_traits, loss_traits

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from headrace.records import Array, Rollout
 
@@ -17,41 +17,48 @@ _ROUNDING = 1e-6
 some 1e-7 of their size, and a weighted sum that cancels may be that far from 0."""
 
 
-def advantages(rewards: Sequence[float], *, kind: str) -> Array:
-    """[siblings]. `group`: (r − mean) ÷ std; `group_mean`: r − mean; `leave_one_out`: r − mean of the others."""
-    if kind == "group":
-        return normalised(rewards)
-    values = np.asarray(rewards, dtype=np.float64)
-    centred: Array = values - values.mean()
-    if kind == "leave_one_out":
-        centred = centred * len(values) / max(len(values) - 1, 1)
-    elif kind != "group_mean":
-        raise ValueError(f"train.advantage = {kind!r}: must be group, group_mean or leave_one_out")
-    return centred.astype(np.float32)
+def batch_advantages(groups: Sequence[Sequence[float] | Array], *, baseline: str, scale: str) -> list[Array]:
+    """One advantage per rollout, by group, for all groups of a version: (reward − baseline) ÷ scale. Baselines that are per
+    token (`gae`, `distill`) give 0: those advantages are computed later."""
+    every = np.concatenate([np.zeros(0), *groups])
+    return [advantages(group, every, baseline=baseline, scale=scale) for group in groups]
 
 
-def batch_advantages(groups: Sequence[Sequence[float]], *, kind: str) -> list[Array]:
-    """One advantage per rollout, by group, for all groups of a version. `global`: (r − mean) ÷ std over all of them; `reward`:
-    r; `gae`, `distill`: 0, because theirs are per token and computed later; others: `advantages` of each group."""
-    if kind == "global":
-        scaled = normalised(np.concatenate([np.zeros(0), *groups]))
-        return np.split(scaled, np.cumsum([len(group) for group in groups]))[:-1] if groups else []
-    if kind == "reward":
-        return [np.asarray(group, dtype=np.float32) for group in groups]
-    if kind in ("gae", "distill"):
-        return [np.zeros(len(group), dtype=np.float32) for group in groups]
-    return [advantages(group, kind=kind) for group in groups]
+def advantages(rewards: Sequence[float] | Array, every: Sequence[float] | Array, *, baseline: str, scale: str) -> Array:
+    """[siblings] float32, of one group; `every` are the rewards of all groups of the version. `baseline` is the mean of the
+    siblings (`group`), of the others (`leave_one_out`), of `every` (`global`), or 0 (`reward`); `scale` the standard deviation
+    over the siblings (`group`), over `every` (`batch`), or 1 (`none`). All 0 if what it divides by is rounding."""
+    values, count = np.asarray(rewards, dtype=np.float64), len(rewards)
+    over = {"group": values, "leave_one_out": values, "global": np.asarray(every), "reward": np.zeros(1)}
+    if baseline not in over:
+        return np.zeros(count, dtype=np.float32)
+    centred: Array = values - over[baseline].mean()
+    if baseline == "leave_one_out":
+        centred = centred * count / max(count - 1, 1)
+    spread = 1.0 if scale == "none" else _spread(values if scale == "group" else every)
+    return (centred / spread if spread else np.zeros(count)).astype(np.float32)
 
 
 def normalised(values: Sequence[float] | Array) -> Array:
     """(value − mean) ÷ std, float32; all 0 if the values differ only by rounding."""
-    if not len(values):
-        return np.zeros(0, dtype=np.float32)
+    return advantages(values, values, baseline="group", scale="group") if len(values) else np.zeros(0, dtype=np.float32)
+
+
+def sum_of_normalised(parts: Sequence[Mapping[str, float]], *, weights: Mapping[str, float]) -> Array:
+    """[siblings]: the weighted sum of their rewards, each reward function normalised over the siblings by itself first (GDPO).
+    `parts` are the rewards of each sibling by name; one that does not apply to a sibling adds nothing."""
+    total = np.zeros(len(parts))
+    for name in dict.fromkeys(name for part in parts for name in part):
+        has = [index for index, part in enumerate(parts) if name in part]
+        total[has] += weights.get(name, 1.0) * normalised([parts[index][name] for index in has])
+    return total
+
+
+def _spread(values: Sequence[float] | Array) -> float:
+    """The standard deviation; 0 if the values differ only by rounding."""
     wide: Array = np.asarray(values, dtype=np.float64)
-    centred: Array = wide - wide.mean()
-    spread = centred.std()
-    is_rounding = spread <= _ROUNDING * max(1.0, np.abs(wide).max())
-    return np.zeros(len(wide), dtype=np.float32) if is_rounding else (centred / spread).astype(np.float32)
+    spread = float((wide - wide.mean()).std())
+    return 0.0 if spread <= _ROUNDING * max(1.0, np.abs(wide).max()) else spread
 
 
 def token_rewards(rollout: Rollout, reward: float) -> Array:

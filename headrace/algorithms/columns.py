@@ -7,5 +7,6 @@ REFERENCE = "reference"  # logprobs under the reference model of the KL
 TEACHER = "teacher"  # logprobs under the teacher of a distillation
 VALUES = "values"  # the value head's estimate, at the start of the version, of the state before the token was sampled
 RETURNS = "returns"  # the return from that state: the target of the value head
+ENTROPY = "entropy"  # of the token's distribution under the policy at the start of the version
 REWARDS = "rewards"  # the token's own reward, from which `gae` computes advantages and returns
-COMPUTED = (PROXIMAL, REFERENCE, TEACHER, VALUES)  # by the trainer, if the batch lacks them
+COMPUTED = (PROXIMAL, REFERENCE, TEACHER, VALUES, ENTROPY)  # by the trainer, if the batch lacks them

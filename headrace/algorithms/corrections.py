@@ -1,5 +1,5 @@
 """Importance weights ρ = π_prox / μ, detached: μ sampled the token (with the recorded logprob), π_prox is the policy at the
-start of the step.
+start of the version.
 
 A correction is a function of log ρ; some also use the token's rollout and advantage. Those in `MASKS` return 0 or 1, and the
 loss's ratio is relative to μ. The others contain ρ, and the ratio is relative to π_prox. Those in `BATCH_WIDE` compare a token
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+JUDGES_CURRENT = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.judges_current)
 MASKS = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.is_mask)
 BATCH_WIDE = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.needs_whole_batch)
 
@@ -73,8 +74,9 @@ def geometric_mis(tokens: CorrectedTokens) -> Tensor:
 
 
 def opsm(tokens: CorrectedTokens) -> Tensor:
-    """OPSM: 0 for rollouts with a negative mean advantage whose mean log(μ/π_prox) exceeds `limit`, else 1: bad rollouts that
-    have become unlikely are left alone."""
+    """OPSM, DeepSeek-V3.2's off-policy sequence mask (its eq. 9): 0 for rollouts with a negative mean advantage whose mean
+    log(μ/π) exceeds `limit`, else 1: bad rollouts that have become unlikely are left alone. π is the policy that the optimizer
+    step finds, so that later steps of a version see how far the earlier ones moved it."""
     is_off = tokens.sequence_mean(-tokens.log_ratio) > tokens.limit
     return (~(is_off & (tokens.sequence_mean(tokens.advantages) < 0))).to(tokens.log_ratio.dtype)
 

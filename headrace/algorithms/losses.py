@@ -16,12 +16,14 @@ advantage; sg(·) stops the gradient.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
 from headrace.algorithms.columns import COMPUTED, PROXIMAL, REFERENCE, RETURNS, TEACHER, VALUES
-from headrace.algorithms.tokens import ratio_of
+from headrace.algorithms.tokens import MOST_LOG_RATIO, ratio_of
+from headrace.algorithms.traits import correction_traits
 from headrace.imports import import_name
 from headrace.settings import ConfigError
 
@@ -40,8 +42,8 @@ AnyLoss = TypeVar("AnyLoss", bound="Callable[..., Any]")
 
 
 def needs(*columns: str) -> Callable[[AnyLoss], AnyLoss]:
-    """Declare the columns that a loss reads. The trainer computes `proximal`, `reference`, `teacher` and `values` (with a value
-    head) if rollouts lack them. Any other column must come with the rollouts."""
+    """Declare the columns that a loss reads. The trainer computes `proximal`, `reference`, `teacher`, `entropy` and `values`
+    (with a value head) if rollouts lack them. Any other column must come with the rollouts."""
 
     def mark(loss: AnyLoss) -> AnyLoss:
         loss.needs = columns  # type: ignore[attr-defined]  # a function carries any attribute
@@ -50,9 +52,12 @@ def needs(*columns: str) -> Callable[[AnyLoss], AnyLoss]:
     return mark
 
 
-def grpo(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossResult:
-    """GRPO, PPO clip: −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A). DAPO's constants; PPO's are 0.2 and 0.2."""
-    loss, is_clipped = clipped_surrogate(tokens.ratio(), tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+def grpo(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 0.0) -> LossResult:
+    """GRPO, PPO clip: −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A). DAPO's constants; PPO's are 0.2 and 0.2.
+    `dual_clip` c (Ye et al. 2020, eq. 3; 0 for none): −max(min(r A, clip(r) A), c A) where A < 0."""
+    loss, is_clipped = clipped_surrogate(
+        tokens.ratio(), tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
     return loss, {"clipped": is_clipped}
 
 
@@ -69,10 +74,55 @@ def supervised(tokens: TokenTensors) -> LossResult:
 def gspo(tokens: TokenTensors, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
     """GSPO: −min(s A, clip(s, 1 − clip_low, 1 + clip_high) A), s = (Π r)^(1/|y|) over the rollout. Per token, s is written
     sg(s) · π/sg(π), whose gradient is also correct if a rollout's tokens differ in advantage or weight."""
-    log_ratio = tokens.log_ratio().detach()
-    ratio = ratio_of(tokens.sequence_mean(log_ratio) + tokens.logprobs - tokens.logprobs.detach())
+    ratio = _sequence_ratio(tokens, tokens.log_ratio())
     loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
     return loss, {"clipped": is_clipped}
+
+
+def luspo(tokens: TokenTensors, *, clip_low: float = 2e-3, clip_high: float = 2.5e-3) -> LossResult:
+    """LUSPO: GSPO's loss times the rollout's length |y|, which is what `loss_mean = "sum"` makes of it, so that long rollouts
+    are not counted less."""
+    return gspo(tokens, clip_low=clip_low, clip_high=clip_high)
+
+
+def gmpo(tokens: TokenTensors, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossResult:
+    """GMPO: −A (Π r̂)^(1/|y|) over the rollout, each r clipped by itself in log space: log r̂ = min(log r, clip_high) for
+    A > 0, max(log r, −clip_low) for A ≤ 0."""
+    log_ratio = tokens.log_ratio()
+    clipped = torch.where(tokens.advantages > 0, log_ratio.clamp_max(clip_high), log_ratio.clamp_min(-clip_low))
+    return -tokens.advantages * _sequence_ratio(tokens, clipped), {"clipped": (clipped != log_ratio).float()}
+
+
+def sapo(tokens: TokenTensors, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossResult:
+    """SAPO: −(4/τ) σ(τ (r − 1)) A, a soft gate instead of a clip; τ is tau_positive for A > 0, else tau_negative."""
+    tau = torch.full_like(tokens.advantages, tau_negative).masked_fill(tokens.advantages > 0, tau_positive)
+    return -torch.sigmoid(tau * (tokens.ratio() - 1)) * 4 / tau * tokens.advantages, {}
+
+
+def vespo(
+    tokens: TokenTensors,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> LossResult:
+    """VESPO: −sg(φ(w)) A log π, w = Π r over the rollout, φ(w) = w^k exp(λ (1 − w)), which is 1 at w = 1; k and λ are those
+    of the advantage's sign (0 counts as positive)."""
+    log_weight = tokens.sequence_sum(tokens.log_ratio().detach()).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    is_negative = tokens.advantages < 0
+    power, decay = torch.where(is_negative, k_negative, k_positive), torch.where(is_negative, lambda_negative, lambda_positive)
+    weight = (power * log_weight + decay * (1 - log_weight.exp())).exp()
+    return -weight * tokens.advantages * tokens.logprobs, {"sequence_weight": weight}
+
+
+def kimi(tokens: TokenTensors, *, tau: float = 0.01) -> TwoTerms:
+    """Kimi k1.5 (its eq. 3): ½ (A − τ S)² ÷ τ over the rollout, S = Σ log r, without the constant A²/2τ: −A S + τ/2 S². The
+    mean reward stands for the partition function τ log Z, so A is `group` with `scale_rewards = "none"`. A token's share is
+    −A log r + τ/2 S log r, with the gradient −A + τ S."""
+    log_ratio = tokens.log_ratio()
+    pull = tau * tokens.sequence_sum(log_ratio.detach()) * log_ratio
+    return -tokens.advantages * log_ratio, {}, pull - 0.5 * pull.detach()
 
 
 def cispo(tokens: TokenTensors, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossResult:
@@ -131,17 +181,17 @@ def ppo(
     clip_high: float = 0.2,
     value_clip: float = 0.2,
     value_weight: float = 0.5,
+    dual_clip: float = 0.0,
 ) -> TwoTerms:
     """PPO: −min(r A, clip(r) A) + value_weight · ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²). V_old and R are the
-    columns `values` and `returns`, which `train.advantage = "gae"` fills."""
+    columns `values` and `returns`, which `train.advantage = "gae"` fills. `dual_clip` as in `grpo`."""
     assert tokens.values is not None, "call_loss has looked"
-    loss, is_clipped = clipped_surrogate(tokens.ratio(), tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    loss, seen = grpo(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     old, returns = tokens.columns[VALUES], tokens.columns[RETURNS]
     near = torch.clamp(tokens.values, old - value_clip, old + value_clip)
     free, clipped = (tokens.values - returns).square(), (near - returns).square()
     value_loss = 0.5 * torch.maximum(free, clipped)
-    seen = {
-        "clipped": is_clipped,
+    seen |= {
         "value_loss": value_loss.detach(),
         "value_clipped": (clipped > free).float(),
         "value": tokens.values.detach(),
@@ -157,10 +207,20 @@ def distill(tokens: TokenTensors, *, cap: float = 2.0) -> LossResult:
     return weight * k2(tokens.logprobs, teacher), {"teacher_kl": (tokens.logprobs - teacher).detach()}
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """−min(r A, clip(r) A), and 1 where the ratio was clipped."""
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """−min(r A, clip(r) A), for A < 0 at most −`dual_clip` A, and 1 where the ratio was clipped."""
     free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return -torch.minimum(free, clipped), (clipped < free).detach().float()
+    gain = torch.minimum(free, clipped)
+    if dual_clip:
+        gain = torch.maximum(gain, torch.where(advantages < 0, dual_clip * advantages, -torch.inf))
+    return -gain, (gain != free).detach().float()
+
+
+def _sequence_ratio(tokens: TokenTensors, log_ratio: Tensor) -> Tensor:
+    """[N] (Π r)^(1/|y|) over the rollout, written sg(s) · r/sg(r), so that each token has the gradient of its own r."""
+    return ratio_of(tokens.sequence_mean(log_ratio.detach()) + log_ratio - log_ratio.detach())
 
 
 def _decoupled(tokens: TokenTensors, proximal: Tensor, *, clip_low: float, clip_high: float, cap: float) -> LossResult:
@@ -192,7 +252,10 @@ def k3(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-_BUILT_IN = grpo, ppo, reinforce, gspo, cispo, topr, decoupled_ppo, a3po, dppo, m2po, aipo, distill, supervised
+_BUILT_IN = (
+    *(grpo, ppo, reinforce, gspo, luspo, gmpo, cispo, sapo, vespo, kimi),
+    *(topr, decoupled_ppo, a3po, dppo, m2po, aipo, distill, supervised),
+)
 LOSSES: dict[str, Loss] = {loss.__name__: loss for loss in _BUILT_IN}
 
 
@@ -201,7 +264,8 @@ def needed_columns(loss: str, correction: str = "none", kl: str = "none") -> tup
     wanted = getattr(resolve_loss(loss), "needs", ())
     if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted):
         raise ConfigError(f"train.loss = {loss!r}: its `needs` must be a tuple of column names, not {wanted!r}")
-    also = [*wanted, *([PROXIMAL] if correction != "none" else []), *([REFERENCE] if kl != "none" else [])]
+    has_proximal = correction != "none" and not correction_traits(correction).judges_current
+    also = [*wanted, *([PROXIMAL] if has_proximal else []), *([REFERENCE] if kl != "none" else [])]
     return tuple(dict.fromkeys(also))
 
 
@@ -242,6 +306,18 @@ def resolve_loss(name: str) -> Loss:
         loss: Loss = import_name(name, setting="train.loss")
         return loss
     raise ConfigError(f"train.loss = {name!r}: must be one of {', '.join(LOSSES)}, or your own as module:name")
+
+
+def check_loss(name: str, constants: Mapping[str, float]) -> None:
+    """Raise unless the loss exists and takes these constants."""
+    parameters = inspect.signature(resolve_loss(name)).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    takes = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
+    for constant in constants:
+        if constant not in takes:
+            known = ", ".join(takes) or "none"
+            raise ConfigError(f"train.constants.{constant}: the loss {name!r} takes no {constant!r}; it takes: {known}")
 
 
 def missing_column(what: str, column: str) -> ValueError:

@@ -1,4 +1,7 @@
-"""The objective of a batch, a pure function of per-token tensors: Σ weight · (correction · loss + uncorrected loss + β KL)."""
+"""The objective of a batch, a pure function of per-token tensors:
+
+Σ weight · (correction · loss + uncorrected loss + β KL − entropy weight · entropy)
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from headrace.algorithms.columns import REFERENCE
-from headrace.algorithms.corrections import BATCH_WIDE, MASKS, CorrectedTokens, importance_weights
+from headrace.algorithms.columns import ENTROPY, REFERENCE
+from headrace.algorithms.corrections import BATCH_WIDE, JUDGES_CURRENT, MASKS, CorrectedTokens, importance_weights
 from headrace.algorithms.losses import KL_ESTIMATORS, call_loss, missing_column
 
 if TYPE_CHECKING:
@@ -38,10 +41,18 @@ def objective(tokens: TokenTensors, weights: Tensor, batch: Batch, *, correction
         apart = KL_ESTIMATORS[batch.kl](tokens.logprobs, tokens.columns[REFERENCE])
         uncorrected = batch.kl_weight * apart + (0 if uncorrected is None else uncorrected)
         seen = {**seen, "reference_kl": apart.detach()}
+    if batch.entropy_weight:
+        uncorrected = (0 if uncorrected is None else uncorrected) - batch.entropy_weight * tokens.entropy
+    if batch.entropy_floor:
+        if ENTROPY not in tokens.columns:
+            raise missing_column("train.entropy_quantile", ENTROPY)
+        is_kept = (tokens.columns[ENTROPY] >= batch.entropy_floor).float()
+        losses, seen = losses * is_kept, {**seen, "masked": torch.maximum(seen.get("masked", 1 - is_kept), 1 - is_kept)}
     if correction is None:
         assert batch.correction not in BATCH_WIDE, f"{batch.correction} is computed over the whole batch"
+        judged = tokens.logprobs.detach() if batch.correction in JUDGES_CURRENT else tokens.proximal
         corrected = CorrectedTokens(
-            log_ratio=tokens.proximal - tokens.recorded,
+            log_ratio=judged - tokens.recorded,
             sequence=tokens.sequence,
             num_sequences=tokens.num_sequences,
             advantages=tokens.advantages,

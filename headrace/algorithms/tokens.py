@@ -51,7 +51,7 @@ class TokenTensors(RolloutTokens):
     columns: dict[str, Tensor]
     """Columns that every rollout of the batch has, and those that the trainer computed."""
     entropy: Tensor
-    """Of each token's distribution, without a gradient."""
+    """Of each token's distribution, with a gradient: `.detach()` it where it only weighs."""
     values: Tensor | None = None
     """The value head's estimate before each token, with a gradient; None without a value head."""
 

@@ -11,7 +11,7 @@ from headrace.algorithms.columns import TEACHER, VALUES
 class LossTraits:
     """A user's own loss has the defaults."""
 
-    is_per_sequence: bool = False  # its ratio is one per rollout, so each rollout counts the same, however long
+    mean: str = ""  # the `train.loss_mean` that the loss is defined by; empty if it goes with any
     has_importance_weight: bool = False  # it applies π_prox/μ itself
     correction: str = "none"  # the correction that is part of the loss
 
@@ -20,13 +20,17 @@ class LossTraits:
 class CorrectionTraits:
     is_mask: bool = False  # it returns 0 or 1, and the loss's ratio is relative to the recorded logprobs
     needs_whole_batch: bool = False  # it compares a token with all others of the batch
+    judges_current: bool = False  # it compares μ with π as each optimizer step finds it, not with π_prox
     usual_limit: float = 0.0  # the default for `staleness.limit = 0`; 0 if the correction takes `cap` and `floor` instead
 
 
 @dataclass(frozen=True)
 class AdvantageTraits:
+    scales: tuple[str, ...]  # the `train.scale_rewards` it goes with; the first is what `auto` means
     compares_siblings: bool = False  # a group needs at least two scored rollouts
     made_from: str = ""  # the column that per-token advantages are computed from; empty if each rollout has one advantage
+    uses_rewards: bool = True
+    kl_is_per_token: bool = False  # a KL in the reward counts for the tokens up to its own, as in REINFORCE++
 
     @property
     def learns_values(self) -> bool:
@@ -35,23 +39,25 @@ class AdvantageTraits:
 
 
 LOSSES_WITH_TRAITS = {
-    "gspo": LossTraits(is_per_sequence=True),
+    "gspo": LossTraits(mean="sequence"),
+    "gmpo": LossTraits(mean="sequence"),
+    "luspo": LossTraits(mean="sum"),
+    "kimi": LossTraits(mean="sum"),
     "decoupled_ppo": LossTraits(has_importance_weight=True),
     "a3po": LossTraits(has_importance_weight=True),
     "m2po": LossTraits(correction="m2po"),
 }
 CORRECTIONS_WITH_TRAITS = {
-    "opsm": CorrectionTraits(is_mask=True, usual_limit=1e-4),
+    "opsm": CorrectionTraits(is_mask=True, judges_current=True, usual_limit=1e-4),
     "m2po": CorrectionTraits(is_mask=True, needs_whole_batch=True, usual_limit=0.04),
 }
 ADVANTAGES = {
-    "group": AdvantageTraits(compares_siblings=True),
-    "group_mean": AdvantageTraits(compares_siblings=True),
-    "leave_one_out": AdvantageTraits(compares_siblings=True),
-    "global": AdvantageTraits(),
-    "reward": AdvantageTraits(),
-    "gae": AdvantageTraits(made_from=VALUES),
-    "distill": AdvantageTraits(made_from=TEACHER),
+    "group": AdvantageTraits(("group", "batch", "none"), compares_siblings=True),
+    "leave_one_out": AdvantageTraits(("none", "group", "batch"), compares_siblings=True),
+    "global": AdvantageTraits(("batch", "none"), kl_is_per_token=True),
+    "reward": AdvantageTraits(("none", "batch")),
+    "gae": AdvantageTraits(("batch", "none"), made_from=VALUES, kl_is_per_token=True),
+    "distill": AdvantageTraits(("none",), made_from=TEACHER, uses_rewards=False),
 }
 
 

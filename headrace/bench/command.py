@@ -13,23 +13,28 @@ if TYPE_CHECKING:
 
 BENCHES = {
     "learn": "whether the quickstart learns, over several seeds",
+    "sparse": "whether a task that almost never pays at first is learned, with and without filter and sampler",
     "controller": "the launcher's own cost per rollout, with 10,000 in flight",
     "overlap": "generation and training at the same time, against the slower of the two alone",
     "sync": "sending new weights to the engines: every transport, full and delta, against a plain copy",
     "partial": "what each interrupt costs: tokens wasted, time stalled, KV cache recomputed, lag",
     "engine": "the native engine's tokens a second, against the memory bandwidth's limit, transformers and vLLM",
     "trainer": "the trainer's tokens a second, FLOPs utilization and memory, against transformers",
+    "mismatch": "how far logprobs of engine and trainer differ at other precision, with experts replayed and not",
+    "lora": "an adapter's cost in decoding and publishing, and logprobs of engine and trainer with one, live and merged",
     "step": "whole RL steps, synchronous and asynchronous, against TRL with vLLM",
+    "trl": "the quickstart with TRL and with Headrace: seconds until it is learned",
     "vllm": "a vLLM server as the engine, against the native one: tokens a second, logprobs, updates in flight",
 }
 """Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
 BENCH_OPTIONS: dict[str, dict[str, Any]] = {
-    "seeds": {"type": int, "help": "learn: number of seeds (default: 5, or 3 with --losses)"},
-    "losses": {"help": "learn: losses to try on every seed, such as grpo,cispo,gspo,decoupled_ppo"},
-    "model": {"help": "engine, sync, vllm: a Hugging Face folder to measure with"},
+    "seeds": {"type": int, "help": "learn, trl: number of seeds (default: 5; 3 with --losses and for trl)"},
+    "steps": {"type": int, "help": "learn: versions to train (default: the recipe's 150, or 10 with --quick)"},
+    "losses": {"help": "learn: losses to try on every seed, such as grpo,sapo,algorithm=dapo, or all"},
+    "model": {"help": "engine, sync, trl, vllm: a Hugging Face folder to measure with"},
     "device": {"choices": ["auto", "cpu", "cuda"], "help": "partial: where to run (default: auto, a GPU if there is one)"},
     "lengths": {"choices": ["8k", "32k"], "help": "step: measure completions with a long tail up to this many tokens"},
-    "only": {"help": "trainer, step: the parts to measure, separated by commas; a wrong name lists them"},
+    "only": {"help": "sparse, trainer, step: the parts to measure, separated by commas; a wrong name lists them"},
 }
 """Options that only some benchmarks have: those their help begins with."""
 

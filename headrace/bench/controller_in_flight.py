@@ -92,6 +92,7 @@ class ReportingEngine:
             "versions": np.full(total, version, np.int32),
             "started": np.zeros(len(counts)),
             "masks": {},
+            "entropies": None,
             "policy": "policy",
             "lineages": ["bench"] * len(counts),
         }

@@ -41,6 +41,8 @@ class Row:
     """The physical or computed limit, if there is one."""
     peers: dict[str, float] = field(default_factory=dict)
     """The same figure of peers, measured in the same run."""
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    """How it came about, as (seconds, value), for `tools/pictures.py`; not in the table."""
 
 
 def say(line: str) -> None:
@@ -172,5 +174,6 @@ def write(bench: str, rows: Sequence[Row], path: Path) -> None:
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = ""  # not run from a checkout
-    content = {"bench": bench, "host": host, "commit": commit, "rows": [asdict(row) for row in rows]}
+    shown = [{name: value for name, value in asdict(row).items() if name != "curve" or value} for row in rows]
+    content = {"bench": bench, "host": host, "commit": commit, "rows": shown}
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from headrace.bench.loads import lognormal_lengths
 from headrace.bench.step_recorder import RecordedStep, StepRecorder, exchanges_of, stalls_of, usual_step
 from headrace.bench.stubs import StubTrainer, drive, make_run
 from headrace.config import make_recipe
-from headrace.engine import NativeEngine, build_core
+from headrace.engine import HeldAdapter, NativeEngine, build_core
 from headrace.launch import UserInputs, make_roles, model_folder, pick_device, set_threads
 from headrace.model import named_tensors
 from headrace.observe import Observer, ProcessTimeline
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from headrace.envs import EngineClient
     from headrace.records import Array, Batch, Episode, Rollout, WeightUpdate
     from headrace.run import EpisodeInFlight, PolicyState, Roles, StartedBatch
+    from headrace.score import Sums
 
     Figures = dict[tuple[str, str], float]
     """Of one turn, by name and unit."""
@@ -179,7 +180,7 @@ class LongTail(Run):
 class UnscoredEngine(NativeEngine):
     """Scores no canary: the stub trainer has nothing to compare it with."""
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+    async def score(self, rollouts: Sequence[Rollout], *, held: HeldAdapter | None = None) -> list[Array]:
         return [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
 
 
@@ -187,8 +188,12 @@ class EvenScorer:
     """Rewards rollouts of even length: siblings differ, and it takes no time."""
 
     num_calls = 0
+    weights: ClassVar[dict[str, float]] = {}
 
-    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
+    def take_logged(self) -> Sums:
+        return {}
+
+    async def score(self, episodes: Sequence[Episode], *, is_training: bool = True) -> list[Episode]:
         return [episode.replace(outcome=Scored(float(len(episode.rollouts[0]) % 2))) for episode in episodes]
 
 

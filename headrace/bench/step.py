@@ -125,7 +125,7 @@ def show_logs(folder: Path) -> None:
 
 def check_lengths(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]]) -> None:
     """Raise if a completion ended early: that is less work than planned."""
-    short = [row["completion_tokens"] for row in seen if row["completion_tokens"] != plan.tokens]
+    short = [row["completions/mean_length"] for row in seen if row["completions/mean_length"] != plan.tokens]
     if short and not variant.has_tail:
         raise RuntimeError(f"{variant.name}: {short[0]:g} tokens a completion where {plan.tokens} were asked for")
 
@@ -176,7 +176,7 @@ def role_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], mode
     """Trained tokens by the time that engine and trainer were at work, and on a GPU the trainer's MFU. Side by side a step may
     train other lengths than the plan's: its FLOPs are then in proportion to its tokens."""
     name, lengths = variant.name, [plan.prompt_tokens + length for length in plan.lengths(has_tail=variant.has_tail)]
-    completions = plan.completions * sum(row["completion_tokens"] for row in seen)
+    completions = plan.completions * sum(row["completions/mean_length"] for row in seen)
     tokens = completions + plan.completions * plan.prompt_tokens * len(seen)
 
     def seconds(*states: str) -> float:

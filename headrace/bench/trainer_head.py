@@ -137,7 +137,7 @@ class Paths:
             self._hidden,
             self._targets,
             self._temperatures,
-            lambda start, stop, logprobs, entropies: self._upstream[start:stop],
+            lambda start, stop, logprobs, entropies: (self._upstream[start:stop], None),
             counts=[self._load.sequence] * (self._load.rows // self._load.sequence),
             gathered=self._gathered,
         )

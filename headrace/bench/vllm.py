@@ -27,7 +27,7 @@ import torch
 from headrace.bench.harness import Row, default_device, run_parts, say
 from headrace.bench.loads import Load
 from headrace.bench.measure import KL, compare, mismatch_workload, trainer_logprobs
-from headrace.bench.vllm_update import IN_ORDER, LOAD, STILL, SWAP, USUAL, update_in_flight
+from headrace.bench.vllm_update import IN_ORDER, LOAD, STILL, SWAP, USUAL, RolloutsEndedEarly, update_in_flight
 from headrace.config import make_recipe
 from headrace.engine import EnginePlace, NativeEngine, choose_python, engine_kind, find_vllm
 from headrace.launch import receiving_device
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from headrace.records import Rollout
 
 VLLM, NATIVE = "vLLM", "native"
+_ATTEMPTS = 4
+"""At one update, where its rollouts end before it does."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def make_plan(device: str, *, quick: bool, has_model: bool) -> Plan:
         engines = {VLLM: vllm, NATIVE: {"kv_blocks": 24 * 1024}}
         return Plan(device, "bfloat16", model, load, 4096, (64, 128), turns, updates, engines, goal="≤ 0.2")
     count, length = (4, 16) if quick else (16, 32) if has_model else (64, 64)
-    model, load, context = ModelSettings(context=4096), Load.uniform(count, 32, length), 1024 if has_model else 4096
+    context = 1024 if has_model else 16384 if quick else 4096  # the fewer slots, the sooner a rollout has all its tokens
+    model, load = ModelSettings(context=context), Load.uniform(count, 32, length)
     mismatch = (8, 16) if quick else (16, 64)
     return Plan(device, "float32", model, load, context, mismatch, turns, updates, {VLLM: vllm, NATIVE: {}})
 
@@ -190,21 +193,35 @@ async def _mismatch_rows(
 
 async def _update_rows(plan: Plan, sides: dict[str, Side], source: PreTrainedModel) -> list[Row]:
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    lengths = (plan.context - plan.load.prompt_tokens,) * len(plan.load.lengths)
-    for version in range(1, plan.updates + 1):
+    for _ in range(plan.updates):
         with torch.no_grad():
             for _, tensor in named_tensors(source):
                 tensor.view(-1)[::97].mul_(1.01)  # by enough that bfloat16 shows it
-        load = Load(f"update {version}", plan.load.prompt_tokens, lengths)
-        workload = load.sample(vocabulary=int(source.config.get_text_config().vocab_size), seed=version)
         for name, side in sides.items():
-            update = side.sync.offer(version, named_tensors(source))
-            rolling = asyncio.ensure_future(generate(side.engine, workload, seed=plan.turns + 1 + version))
-            seen[name].append(await update_in_flight(side.engine, update, rolling, timeline=side.timeline))
-            side.sync.release(update)
+            seen[name].append(await _update(plan, side, source))
     rows = []
     for figure in (LOAD, SWAP, STILL, USUAL):
         vllm, native = (1e3 * statistics.median(update[figure] for update in seen[name]) for name in (VLLM, NATIVE))
         rows.append(Row(figure, vllm, "ms", peers={NATIVE: native}))
     orders = {name: min(update[IN_ORDER] for update in updates) for name, updates in seen.items()}
     return rows + [Row(f"{name}: {IN_ORDER}", share, "share", "≥ 1") for name, share in orders.items()]
+
+
+async def _update(plan: Plan, side: Side, source: PreTrainedModel) -> dict[str, float]:
+    """One update with rollouts in flight. It is retried if they end before it: a server samples on while this process, which
+    has to send the update, waits for a core (docs/negative_results.md)."""
+    lengths = (plan.context - plan.load.prompt_tokens,) * len(plan.load.lengths)
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        version = (await side.engine.state()).version + 1
+        load = Load(f"update {version}", plan.load.prompt_tokens, lengths)
+        workload = load.sample(vocabulary=int(source.config.get_text_config().vocab_size), seed=version)
+        update = side.sync.offer(version, named_tensors(source))
+        rolling = asyncio.ensure_future(generate(side.engine, workload, seed=plan.turns + 1 + version))
+        try:
+            return await update_in_flight(side.engine, update, rolling, timeline=side.timeline)
+        except RolloutsEndedEarly:
+            if not attempts_left:
+                raise
+        finally:
+            side.sync.release(update)
+    raise AssertionError

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.partial import Interrupt
+from headrace.records import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -27,12 +28,20 @@ _START_STEPS, _USUAL_STEPS, _LATER_STEPS = 2, 8, 4
 """Steps until all rollouts have started, steps watched before the update, and steps after it."""
 
 
+class RolloutsEndedEarly(RuntimeError):
+    """A rollout reached its full length before the update was in: what was seen says nothing about updates."""
+
+    def __init__(self) -> None:
+        super().__init__("rollouts ended before the update did: this machine is too slow for it, or too busy")
+
+
 async def update_in_flight(
     engine: Engine, update: WeightUpdate, rolling: asyncio.Future[list[Rollout]], *, timeline: ProcessTimeline
 ) -> dict[str, float]:
     """Load `update` while `rolling`, rollouts just submitted to all slots, is in flight; abort them some steps later.
 
     Returns seconds, and the share of rollouts whose tokens have the right versions. The exchange is what the engine reports.
+    Raises `RolloutsEndedEarly` if they were too short for that.
     """
     state = await engine.state()
     slots, old, untold = state.slots, state.version, int(getattr(engine, "max_unreported", 0))
@@ -61,6 +70,8 @@ async def update_in_flight(
         rollouts = await rolling
     finally:
         rolling.cancel()
+    if any(ended_early(rollout, after=between.get(rollout.id, rollout.num_sampled) + untold) for rollout in rollouts):
+        raise RolloutsEndedEarly
     right = [
         rollout.id in between
         and are_in_order(rollout, old=old, new=update.version, before=before[rollout.id], after=between[rollout.id] + untold)
@@ -81,6 +92,11 @@ def are_in_order(rollout: Rollout, *, old: int, new: int, before: int, after: in
     )
 
 
+def ended_early(rollout: Rollout, *, after: int) -> bool:
+    """Whether it has all the tokens it was to have, and none from `after` on."""
+    return rollout.finish_reason is FinishReason.LENGTH and rollout.num_sampled <= after
+
+
 async def _counts(engine: Engine) -> dict[str, int]:
     """Sampled tokens that the engine has reported, by rollout."""
     return {each.rollout.id: each.num_sampled for each in await engine.in_flight()}
@@ -92,7 +108,7 @@ async def _sample(engine: Engine, tokens: int, rolling: asyncio.Future[list[Roll
     while (await engine.state()).tokens < until:
         if rolling.done():
             rolling.result()  # raises their error
-            raise RuntimeError("all rollouts ended before the update did: this machine is too slow for it, or too busy")
+            raise RolloutsEndedEarly
         await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -15,7 +15,14 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.buffer.groups import Group, GroupBuffer
-    from headrace.buffer.kinds import buffer_policy, check_buffer, describe_buffer, is_in_submission_order, make_buffer
+    from headrace.buffer.kinds import (
+        buffer_capacity,
+        buffer_policy,
+        check_buffer,
+        describe_buffer,
+        is_in_submission_order,
+        make_buffer,
+    )
     from headrace.buffer.settings import BufferSettings
 else:
     __getattr__ = front_door(__name__)

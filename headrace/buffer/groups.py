@@ -27,6 +27,13 @@ class Group:
     number: int
     """In the order of submission, from 0."""
     episodes: tuple[Episode, ...]
+    source: str = ""
+    """The source of its task, and the task's place there, as `tasks.Task` has them."""
+    index: int = -1
+
+    @cached_property
+    def unshaped_rewards(self) -> list[float]:
+        return [reward for episode in self.episodes if (reward := episode.unshaped_reward) is not None]
 
     @property
     def is_tied(self) -> bool:
@@ -59,7 +66,7 @@ class GroupBuffer:
     ) -> None:
         """With `waits_for`, groups leave in the order of their numbers and none before the group in flight that it names,
         which must have left the table of groups in flight when it is put or dropped."""
-        self._batch, self._capacity, self._max_bytes, self._waits_for = batch, capacity, max_bytes, waits_for
+        self._batch, self.capacity, self._max_bytes, self._waits_for = batch, capacity, max_bytes, waits_for
         self._groups: dict[int, Group] = {}
         self.num_bytes = 0
         self.ready = Signal()
@@ -71,7 +78,7 @@ class GroupBuffer:
     def is_full(self) -> bool:
         """While it is, no groups are submitted. A batch fits whatever its bytes, or the trainer would wait for it forever."""
         is_large = self.num_bytes >= self._max_bytes and len(self._groups) >= self._batch
-        return is_large or (self._capacity is not None and len(self._groups) >= self._capacity)
+        return is_large or (self.capacity is not None and len(self._groups) >= self.capacity)
 
     @property
     def num_episodes(self) -> int:
@@ -107,6 +114,10 @@ class GroupBuffer:
     def groups(self) -> list[Group]:
         """The waiting groups, in the order they were put."""
         return list(self._groups.values())
+
+    def available(self) -> list[Group]:
+        """The groups that may leave now, in the order in which they will."""
+        return [self._groups[number] for number in self._available()]
 
     def _available(self) -> list[int]:
         """Numbers of the groups that may leave now, in order."""

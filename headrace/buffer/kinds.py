@@ -80,12 +80,17 @@ def is_in_submission_order(recipe: Recipe) -> bool:
     return recipe.exact or recipe.buffer.order == "submission"
 
 
+def buffer_capacity(recipe: Recipe) -> int | None:
+    """Groups that may wait before submission stops; None: any number."""
+    batches = buffer_policy(recipe).max_batches
+    return None if batches is None else batches * recipe.train.groups_per_batch
+
+
 def make_buffer(recipe: Recipe, *, oldest_in_flight: Callable[[], int | None]) -> GroupBuffer:
     """An empty buffer of the recipe's kind; `oldest_in_flight` tells the number of the oldest group in flight."""
     from headrace.buffer.groups import GroupBuffer
 
-    batches, groups = buffer_policy(recipe).max_batches, recipe.train.groups_per_batch
-    capacity = None if batches is None else batches * groups
+    capacity, groups = buffer_capacity(recipe), recipe.train.groups_per_batch
     waits_for = oldest_in_flight if is_in_submission_order(recipe) else None
     return GroupBuffer(batch=groups, capacity=capacity, max_bytes=int(recipe.buffer.max_gb * 1e9), waits_for=waits_for)
 

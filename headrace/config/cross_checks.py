@@ -10,6 +10,7 @@ from headrace.partial import check_unfinished, pauses_unfinished
 from headrace.settings import ConfigError
 from headrace.staleness import check_correction
 from headrace.sync import transport_class
+from headrace.trainer import TrainSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +31,10 @@ def check_across_rooms(recipe: Recipe) -> None:
 
 def _problems(recipe: Recipe) -> Iterator[str]:
     engine, partial, transport = recipe.engine, recipe.partial, recipe.sync.transport
+    try:
+        TrainSettings(schedule=recipe.sft.schedule)
+    except ConfigError as error:
+        yield f"sft.{error}"
     if recipe.exact:
         if recipe.device == "cuda":
             yield "device = 'cuda': exact = true is a promise about the CPU; set device = 'cpu'"
@@ -49,14 +54,30 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             f"engine.sleep = '{engine.sleep}': with partial.oversample = {partial.oversample:g} rollouts are in flight then, "
             f"and would continue over a KV cache that was given back; set partial.interrupt = 'retract' or 'abort'"
         )
-    if recipe.sampling.max_tokens >= recipe.model.context > 0:
-        given = f"sampling.max_tokens = {recipe.sampling.max_tokens}"
-        yield f"{given}: leaves no room for a prompt in model.context = {recipe.model.context}"
+    if recipe.reward.overlong_buffer > recipe.sampling.max_tokens:
+        given = f"reward.overlong_buffer = {recipe.reward.overlong_buffer:g}"
+        yield f"{given}: is longer than a completion, sampling.max_tokens = {recipe.sampling.max_tokens}"
+    for section, most in (("", recipe.sampling.max_tokens), ("evaluate.", recipe.evaluate.sampling.max_tokens)):
+        if most >= recipe.model.context > 0:
+            given = f"{section}sampling.max_tokens = {most}"
+            yield f"{given}: leaves no room for a prompt in model.context = {recipe.model.context}"
+    if 0 < recipe.evaluate.sampling.max_tokens < recipe.sampling.min_tokens:
+        given = f"evaluate.sampling.max_tokens = {recipe.evaluate.sampling.max_tokens}"
+        yield f"{given}: must be ≥ sampling.min_tokens = {recipe.sampling.min_tokens}, or 0 to take sampling.max_tokens"
     if transport != "auto":
         chosen, setting = transport_class(transport), f"sync.transport = '{transport}'"
         if chosen.crosses_processes == recipe.is_inline:
             yield f"{setting}: does not go with orchestrate = '{recipe.orchestrate}'; leave it auto"
         if chosen.needs_gpu and recipe.device == "cpu":
             yield f"{setting}: device = 'cpu' has no GPU memory to share; leave it auto"
+    if recipe.lora.is_on and recipe.train.reference_every:
+        given = f"train.reference_every = {recipe.train.reference_every}"
+        yield f"{given}: with [lora] the reference is the policy without its adapter, which does not change; leave it 0"
+    if recipe.lora.is_on and recipe.train.parameters:
+        yield "train.parameters: with [lora] only the adapter is trained; choose its layers with lora.targets"
+    if recipe.filter.max_tied < 1 and recipe.train.group_size < 2:
+        yield f"filter.max_tied = {recipe.filter.max_tied:g}: a group of one is never tied; set train.group_size to 2 or more"
+    if recipe.sampler.is_learnable and recipe.train.group_size < 2:
+        yield "sampler.kind = 'learnable': a task is judged by how siblings differ; set train.group_size to 2 or more"
     if engine.count > 1 and recipe.is_inline:
         yield f"engine.count = {engine.count}: orchestrate = 'inline' has one engine; set it to 'local'"

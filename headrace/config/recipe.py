@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headrace.algorithms import NAMED, FilterSettings
 from headrace.buffer import BufferSettings, describe_buffer
 from headrace.config.cross_checks import check_across_rooms
-from headrace.config.trl_names import TRL
+from headrace.config.peer_names import peer_answer
 from headrace.engine import EngineSettings, SamplingSettings
 from headrace.envs import EpisodeSettings
+from headrace.lora import LoraSettings
 from headrace.model import ModelSettings
 from headrace.observe import ObserveSettings
 from headrace.partial import PartialSettings
-from headrace.run import CheckpointSettings, EvaluateSettings, WarmupSettings
+from headrace.run import CheckpointSettings, EvaluateSettings, SftSettings
 from headrace.score import RewardSettings
 from headrace.settings import (
     ELASTIC,
@@ -33,7 +35,7 @@ from headrace.settings import (
 )
 from headrace.staleness import StalenessSettings, describe_gate
 from headrace.sync import SyncSettings
-from headrace.tasks import TaskSettings  # noqa: TC001  (`build` reads type hints at run time)
+from headrace.tasks import SamplerSettings, TaskSettings
 from headrace.trainer import TrainSettings
 
 if TYPE_CHECKING:
@@ -45,7 +47,12 @@ class Recipe:
     """All settings of a run; each section is defined in its room."""
 
     steps: int = field(default=100, metadata=ELASTIC)
-    """Versions to train."""
+    """Versions to train by RL; 0 ends the run after SFT."""
+    algorithm: Literal["none", "grpo", "dr_grpo", "dapo", "reinforce++", "rloo", "gspo", "cispo", "ppo"] = field(
+        default="none", metadata=OPERATIONAL
+    )
+    """Sets loss, constants, mean, advantage, KL and the like as the algorithm's paper does, wherever the recipe says nothing
+    else; `--dry-run` shows the result. Those settings, not the name, say what a run is."""
     seed: int = 0
     """Of the order of tasks, of sampling and of new weights."""
     exact: bool = False
@@ -63,11 +70,14 @@ class Recipe:
     """Seconds a process may take to answer the launcher. After that it is killed and restarted. A process that hears nothing
     from the launcher for three times as long ends itself; the trainer saves first."""
     model: ModelSettings = field(default_factory=ModelSettings)
-    warmup: WarmupSettings = field(default_factory=WarmupSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    sft: SftSettings = field(default_factory=SftSettings)
     tasks: tuple[TaskSettings, ...] = ()
+    sampler: SamplerSettings = field(default_factory=SamplerSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     episode: EpisodeSettings = field(default_factory=EpisodeSettings)
+    filter: FilterSettings = field(default_factory=FilterSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     buffer: BufferSettings = field(default_factory=BufferSettings)
     staleness: StalenessSettings = field(default_factory=StalenessSettings)
@@ -79,7 +89,7 @@ class Recipe:
     observe: ObserveSettings = field(default_factory=ObserveSettings, metadata=OPERATIONAL)
 
     def __post_init__(self) -> None:
-        check(self.steps >= 1, "steps", self.steps, "≥ 1")
+        check(self.steps >= (not self.sft.is_on), "steps", self.steps, "≥ 1, or 0 with sft.steps or sft.epochs")
         for name in ("seed", "threads"):
             check(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
         for name in ("deadline", "heartbeat"):
@@ -90,6 +100,16 @@ class Recipe:
     def is_inline(self) -> bool:
         """Whether launcher, engine and trainer share one process."""
         return self.orchestrate == "inline"
+
+    @property
+    def max_tokens(self) -> int:
+        """The most new tokens of any rollout, trained or held out."""
+        return max(self.sampling.max_tokens, self.evaluate.sampling.max_tokens)
+
+    @property
+    def uses_tasks(self) -> bool:
+        """Whether the policy answers tasks; without RL only `sft.until_success` asks it to."""
+        return self.steps > 0 or self.sft.until_success > 0
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -103,6 +123,9 @@ class Recipe:
 
     def derivation(self) -> list[str]:
         """How a run's sizes follow from its settings, one line each."""
+        if not self.steps:
+            length = f"{self.sft.steps} steps" if self.sft.steps else f"{self.sft.epochs:g} epochs"
+            return [f"sft        {length} of {self.sft.batch} rows, at most, and no RL (steps = 0)"]
         rows = [*self.train.describe(steps=self.steps), describe_gate(self), describe_buffer(self)]
         rows += self.engine.describe(max_tokens=self.sampling.max_tokens)
         if not self.is_inline:
@@ -120,21 +143,36 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 def parse_recipe(text: str, *, name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe from TOML text; errors name `name` and the line."""
-    data = apply_overrides(load_toml(text, name=name), overrides or {})
-    return build(Recipe, data, origin=Origin(name=name, text=text, overrides=frozenset(overrides or {}), advise=advise))
+    data, presets = _with_algorithm(apply_overrides(load_toml(text, name=name), overrides or {}))
+    origin = Origin(name=name, text=text, overrides=frozenset(overrides or {}), presets=presets, advise=advise)
+    return build(Recipe, data, origin=origin)
 
 
 def make_recipe(data: Mapping[str, Any]) -> Recipe:
     """A recipe from a dict, nested or with dotted keys."""
-    return build(Recipe, apply_overrides({}, data), origin=Origin(advise=lambda name: advise(name, is_python=True)))
+    settings, presets = _with_algorithm(apply_overrides({}, data))
+    return build(Recipe, settings, origin=Origin(presets=presets, advise=lambda name: advise(name, is_python=True)))
+
+
+def _with_algorithm(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """`data` over the settings of the algorithm it names, and where each setting that it does not have comes from. With
+    another loss than the algorithm's, the algorithm's constants are left out."""
+    name = data.get("algorithm", "none")
+    presets = NAMED.get(name, {}) if isinstance(name, str) else {}
+    written = flatten(data)
+    if "train.loss" in written and written["train.loss"] != presets.get("train.loss"):
+        presets = {key: value for key, value in presets.items() if not key.startswith("train.constants.")}
+    origins = {key: f"algorithm = {name!r}" for key in presets if key not in written}
+    return apply_overrides(apply_overrides({}, presets), data), origins
 
 
 def advise(name: str, *, is_python: bool = False) -> str:
-    """What to write instead of a name that is TRL's or another section's; "" if it is neither."""
-    keys = [TRL[name]] if name in TRL else [key for key, *_ in describe(Recipe) if key.rpartition(".")[2] == name]
-    if not keys or " " in keys[0]:
-        return "".join(keys)
-    keys.sort(key=lambda key: key.startswith("warmup."))  # rarely what the user means
+    """What to write instead of a name that is a peer's or another section's; "" if it is neither."""
+    keys = [key for key, *_ in describe(Recipe) if key.rpartition(".")[2] == name] or [peer_answer(name)]
+    keys = [key for key in keys if ".N." not in key] or keys  # a list's only if no other has the name
+    if not keys[0] or " " in keys[0]:
+        return keys[0]
+    keys.sort(key=lambda key: key.startswith("sft."))  # rarely what the user means
     section, _, leaf = keys[0].rpartition(".")
     example = f" In Python: {section}={{'{leaf}': …}}" if is_python and section and "." not in section else ""
     return f"did you mean {' or '.join(keys)}?{example}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headrace.engine.pool import EnginePool
     from headrace.engine.protocol import Engine, EngineState, Increment, InFlight, PromptTooLong, SleepingEngine, UnusablePrompt
     from headrace.engine.remote_engine import RemoteEngine
-    from headrace.engine.request import Request
+    from headrace.engine.request import HeldAdapter, Request
     from headrace.engine.server.address import bind, url_of
     from headrace.engine.server.app import CompletionServer
     from headrace.engine.server.text import ServedModel

@@ -68,6 +68,8 @@ class EngineKind:
     """Whether it can give memory back while the trainer trains (`engine.sleep`)."""
     records_routing: ClassVar[bool] = False
     """Whether it can tell which experts each token was sent to (`engine.record_routing`)."""
+    records_entropy: ClassVar[bool] = False
+    """Whether it can tell the entropy of each token's distribution (`engine.record_entropy`)."""
     is_exact: ClassVar[bool] = False
     """Whether its logprobs equal the trainer's bitwise (`exact`)."""
     has_server: ClassVar[bool] = False

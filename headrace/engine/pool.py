@@ -81,7 +81,7 @@ class EnginePool:
         engine.requests.clear()
         for request in requests:
             if request.known is not None:
-                request.on_done(request.partial(request.known, request.mask))
+                request.on_done(request.in_flight().partial())
             else:
                 request.engine = None
                 self._interrupted[request] = None

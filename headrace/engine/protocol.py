@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
     from concurrent.futures import Future
 
-    from headrace.engine.request import Request, SampledSince
+    from headrace.engine.request import HeldAdapter, Request, SampledSince
+    from headrace.engine.shaping import Shaping, TopLogprobs
     from headrace.partial import Interrupt
     from headrace.records import Array, FinishReason, Rollout, Sampling, WeightUpdate
 
@@ -43,6 +44,8 @@ class Increment:
     versions: tuple[int, ...]
     finish_reason: FinishReason | None
     """None while more tokens may come."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """Of each token, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,18 @@ class Engine(Protocol):
     async def in_flight(self) -> list[InFlight]:
         """The generate calls in flight, without stopping any; for engines in other processes, as last reported. Called when a
         batch has been started, to cancel rollouts that are too old, and for checkpoints."""
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine behind `headrace serve`."""
+
+    def stream(
+        self, rollout: Rollout, sampling: Sampling, *, shaping: Shaping | None = ..., held: HeldAdapter | None = ...
+    ) -> AsyncIterator[Increment]:
+        """As any engine's; `shaping` says what goes beyond `sampling`, `held` is the adapter to use instead of its own."""
+
+    async def score(self, rollouts: Sequence[Rollout], *, held: HeldAdapter | None = ...) -> list[Array]:
+        """As any engine's, with the adapter `held` instead of its own."""
 
 
 class InlineEngine(Engine, Protocol):

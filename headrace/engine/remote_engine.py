@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _MOST_BACKLOG = 8 << 20  # unread bytes at which an engine is sent no more
 _MOST_SHARED = 256  # tokens of the mean rollout up to which the rollouts of a message share its memory
 _KNOWN = np.dtype([("token_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32)])
-_NONE_KNOWN = np.zeros(0, _KNOWN)
+_NONE_KNOWN, _NO_ENTROPIES = np.zeros(0, _KNOWN), np.zeros(0, np.float32)
 _UNUSED: list[Any] = []  # for fields of engines alone: a list for each would triple what garbage collection looks at
 _REFUSED_UPDATES = {"SyncError", "WeightError"}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
@@ -56,6 +56,8 @@ class PoolRequest(Request):
     bytes a token. Never changed in place, so that other threads may read it."""
     mask: SamplingMask | None = None
     """Of the known tokens."""
+    entropies: Array | None = None
+    """Of the known tokens, if its engine records them."""
     oldest: int | None = None
     """The oldest version of the tokens of earlier calls, or else the version of the first known one."""
     policy: str = ""
@@ -64,23 +66,26 @@ class PoolRequest(Request):
     def num_known(self) -> int:
         return 0 if self.known is None else len(self.known)
 
-    def add(self, new: Array, mask: SamplingMask | None) -> None:
+    def add(self, new: Array, mask: SamplingMask | None, entropies: Array | None) -> None:
         """Its engine has reported more tokens."""
         num_known = self.num_known
         if self.oldest is None:
             self.oldest = int(new["versions"][0])
         self.mask = join_masks(self.mask, mask, num_old=num_known, num_new=len(new))
         self.known = grown(_NONE_KNOWN if self.known is None else self.known, new)
+        if entropies is not None:
+            self.entropies = grown(_NO_ENTROPIES if self.entropies is None else self.entropies, entropies)
 
     def in_flight(self) -> InFlight:
-        return InFlight(self.rollout, self.num_known, self.oldest, functools.partial(self.partial, self.known, self.mask))
+        partial = functools.partial(self.partial, self.known, self.mask, self.entropies)
+        return InFlight(self.rollout, self.num_known, self.oldest, partial)
 
-    def partial(self, known: Array | None, mask: SamplingMask | None) -> Rollout:
+    def partial(self, known: Array | None, mask: SamplingMask | None, entropies: Array | None) -> Rollout:
         """The rollout with the known tokens and `ABORT`, or as submitted if there are none."""
         if known is None:
             return self.rollout
         assert self.engine is not None and self.lineage is not None
-        tokens = SampledTokens(known["token_ids"], known["logprobs"], known["versions"])
+        tokens = SampledTokens(known["token_ids"], known["logprobs"], known["versions"], entropies=entropies)
         engine, policy, lineage = self.engine.name, self.policy, self.lineage
         return self.extended(tokens, FinishReason.ABORT, engine=engine, policy=policy, lineage=lineage, mask=mask)
 
@@ -224,7 +229,8 @@ class RemoteEngine:
             if request.known is None:
                 request.started, request.lineage = float(value["started"][place]), value["lineages"][place]
             request.policy, new = value["policy"], tokens[start:stop]
-            request.add(new, value["masks"].get(str(place)))
+            entropies = None if value["entropies"] is None else value["entropies"][start:stop]
+            request.add(new, value["masks"].get(str(place)), entropies)
             if request.on_tokens is not None:
                 request.on_tokens(_increment(new["token_ids"], new["logprobs"], new["versions"]))
 

@@ -12,9 +12,12 @@ from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
 from headrace.records import Call, FinishReason, Rollout, SamplingMask, join_masks
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
+
+    from torch import Tensor
 
     from headrace.engine.protocol import RequestQueue
+    from headrace.engine.shaping import Shaping
     from headrace.records import Array, Sampling
 
 T = TypeVar("T")
@@ -27,6 +30,16 @@ class SampledTokens(NamedTuple):
     logprobs: Array
     versions: Array
     masks: Sequence[Array] = ()
+    entropies: Array | None = None
+    """Of the distributions they were sampled from, if the engine records them."""
+
+
+class HeldAdapter(NamedTuple):
+    """An older version of the adapter, whose memory is free when the last request that holds it ends; or one that is served
+    under its own name."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(eq=False, slots=True)
@@ -43,10 +56,14 @@ class Request:
     """Called once instead of `on_done` if it cannot be generated; without it the engine itself fails."""
     is_streamed: bool = False
     """A client in another process waits for each of its tokens."""
+    shaping: Shaping | None = None
+    """What only `headrace serve` asks for."""
     key: int = -1
     """Its name between the pool and an engine process."""
     lineage: str | None = None
     """The lineage that sampled its first token. In an engine: None as long as that is the one it runs."""
+    held: HeldAdapter | None = None
+    """The adapter that it keeps to its end, by `Interrupt.LEASE` or by its name; None as long as it runs the engine's own."""
     started: float = 0.0
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
@@ -117,6 +134,7 @@ class SampledSince(NamedTuple):
     masks: Sequence[Array]
     lineage: str
     """The lineage that sampled its first token."""
+    entropies: Array | None = None
 
 
 def append_call(
@@ -127,6 +145,7 @@ def append_call(
     logprobs: Array,
     versions: Array,
     masks: Sequence[Array] | SamplingMask = (),
+    entropies: Array | None = None,
     policy: str,
     lineage: str,
     expert_routing: Array | None = None,
@@ -153,6 +172,7 @@ def append_call(
         lineage=lineage,
         sampling_mask=mask,
         expert_routing=expert_routing,
+        entropies=entropies,
     )
 
 
@@ -174,13 +194,19 @@ async def generate(
 
 
 async def stream(
-    engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
+    engine: RequestQueue,
+    rollout: Rollout,
+    sampling: Sampling,
+    *,
+    shaping: Shaping | None = None,
+    held: HeldAdapter | None = None,
+    make_request: type[Request] = Request,
 ) -> AsyncIterator[Increment]:
     """The same call, token by token; closing the iterator cancels the call."""
     answers: asyncio.Queue[Increment | Rollout | Exception] = asyncio.Queue()
     answer: Increment | Rollout | Exception = Increment((), (), (), None)
     tell = _from_any_thread(answers.put_nowait)
-    request = make_request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell)
+    request = make_request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=tell, shaping=shaping, held=held)
     engine.submit([request], _refuse)
     try:
         while True:

@@ -77,9 +77,12 @@ class EngineSettings:
     later."""
     graphs: bool = field(default=True, metadata=ELASTIC)
     """On a GPU: compile the model's layers and capture steps as CUDA graphs, beside serving. False serves eagerly."""
-    record_routing: bool = field(default=False, metadata=OPERATIONAL)
-    """In models with experts: record which experts each token was sent to, as `Rollout.expert_routing`. Only for code of your
-    own: no loss of Headrace uses it, and it takes a byte or two per token, layer and expert."""
+    record_routing: bool = field(default=False, metadata=ELASTIC)
+    """In models with experts: record which experts each token was sent to, and send it to the same ones in training, so that
+    the two sides do not disagree because a router tipped over. A byte or two per token, layer and chosen expert."""
+    record_entropy: bool = field(default=False, metadata=OPERATIONAL)
+    """Record the entropy of the distribution each token was sampled from, as the rollout's column `sampled_entropy`: in nats,
+    after temperature and cut-offs, at the weights that sampled it. For rewards and losses of your own; on a CPU only."""
     sleep: Literal["never", "cache", "weights"] = field(default="never", metadata=OPERATIONAL)
     """In a synchronous run, what engines free while the trainer trains, so that both use one GPU in turns: `cache` the KV
     cache's memory, `weights` that of the weights too."""
@@ -128,8 +131,12 @@ def check_engine_kind(recipe: Recipe) -> None:
         raise ConfigError(f"{named}: exact = true needs the embedded engine; set it to 'native'")
     if engine.sleeps and not kind.can_sleep:
         raise ConfigError(f"engine.sleep = '{engine.sleep}': {named} cannot sleep; leave it 'never'")
-    if engine.record_routing and not kind.records_routing:
-        raise ConfigError(f"engine.record_routing = true: {named} does not record it; leave it false")
+    for name, is_wanted, can_record in (
+        ("record_routing", engine.record_routing, kind.records_routing),
+        ("record_entropy", engine.record_entropy, kind.records_entropy),
+    ):
+        if is_wanted and not can_record:
+            raise ConfigError(f"engine.{name} = true: {named} does not record it; leave it false")
     if recipe.is_inline and not kind.runs_inline:
         raise ConfigError(f"{named}: a server is a process of its own; set orchestrate = 'local'")
     for name, value, can in (

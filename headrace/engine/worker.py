@@ -137,6 +137,7 @@ class EngineWorker:
 
     def _tell_sampled(self, data: Peer, sampled: list[SampledSince]) -> None:
         masks = {str(place): SamplingMask.from_rows(list(each.masks)) for place, each in enumerate(sampled) if each.masks}
+        entropies = [each.entropies for each in sampled if each.entropies is not None]  # of all or none
         data.notify(
             "sampled",
             {
@@ -145,6 +146,7 @@ class EngineWorker:
                 "token_ids": np.concatenate([each.token_ids for each in sampled]),
                 "logprobs": np.concatenate([each.logprobs for each in sampled]),
                 "versions": np.concatenate([each.versions for each in sampled]),
+                "entropies": np.concatenate(entropies) if entropies else None,
                 "started": np.asarray([each.request.started for each in sampled]),
                 "masks": masks,
                 "policy": self._engine.policy,

@@ -39,8 +39,8 @@ class Client(Protocol):
     def group(self) -> str:
         """The id it shares with the siblings it is compared with."""
 
-    def prompt(self, prompt: Plain) -> Rollout:
-        """A rollout of this episode with nothing sampled yet."""
+    def prompt(self, prompt: Plain, template_kwargs: Plain = None) -> Rollout:
+        """A rollout of this episode with nothing sampled yet. `template_kwargs`: variables of the chat template."""
 
     async def generate(self, rollout: Rollout) -> Rollout:
         """The rollout with one more completion. If a weight update aborts it, the client resumes it until it finishes."""
@@ -59,14 +59,14 @@ class PromptEncoder:
         self._num_cached = 0  # bytes
         self._decode = _decoder(tokenizer)
 
-    def encode(self, prompt: Plain) -> Array:
-        return self.rollout(prompt).token_ids
+    def encode(self, prompt: Plain, template_kwargs: Plain = None) -> Array:
+        return self.rollout(prompt, template_kwargs).token_ids
 
-    def rollout(self, prompt: Plain) -> Rollout:
+    def rollout(self, prompt: Plain, template_kwargs: Plain = None) -> Rollout:
         """A rollout of this prompt that belongs to no episode yet; siblings share its arrays."""
-        key = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        key = prompt if isinstance(prompt, str) else json.dumps([prompt, template_kwargs] if template_kwargs else prompt)
         if key not in self._cache:
-            rollout = Rollout.from_prompt(self._encode(prompt), id="prompt")
+            rollout = Rollout.from_prompt(self._encode(prompt, template_kwargs), id="prompt")
             size = sys.getsizeof(key) + rollout.num_bytes
             if self._num_cached + size > _MAX_CACHED:
                 self._cache.clear()
@@ -78,7 +78,7 @@ class PromptEncoder:
     def decode(self, rollout: Rollout) -> str:
         return self._decode(rollout.completion_ids)
 
-    def _encode(self, prompt: Plain) -> Any:  # noqa: ANN401
+    def _encode(self, prompt: Plain, template_kwargs: Any) -> Any:  # noqa: ANN401
         if isinstance(prompt, str):
             return self.tokenizer(prompt)["input_ids"]
         if self.tokenizer.chat_template is None:
@@ -89,9 +89,8 @@ class PromptEncoder:
         except ValueError as error:
             raise ConfigError(f"tasks: {error}") from error
         is_open = messages[-1]["role"] == "assistant"  # the policy continues it, as in TRL and vLLM
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=not is_open, continue_final_message=is_open, return_dict=False
-        )
+        how = {"add_generation_prompt": not is_open, "continue_final_message": is_open, "return_dict": False}
+        return self.tokenizer.apply_chat_template(messages, **how, **(template_kwargs or {}))
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -170,11 +169,11 @@ class EngineClient:
     num_prompts: int = 0
     has_called: bool = False
 
-    def prompt(self, prompt: Plain) -> Rollout:
+    def prompt(self, prompt: Plain, template_kwargs: Plain = None) -> Rollout:
         suffix = f".{self.num_prompts}" if self.num_prompts else ""
         self.num_prompts += 1
         names = {"id": self.episode + suffix, "episode": self.episode, "group": self.group, "policy": self.policy}
-        shared = self.encoder.rollout(prompt)
+        shared = self.encoder.rollout(prompt, template_kwargs)
         return shared.replace(**names, index=self.index, rewards={}, columns={})  # its own dictionaries
 
     async def generate(self, rollout: Rollout) -> Rollout:

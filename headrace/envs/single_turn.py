@@ -26,7 +26,7 @@ class Environment(Protocol):
 class SingleTurn:
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
         started = time.time()
-        rollout = await client.generate(client.prompt(task["prompt"]))
+        rollout = await client.generate(client.prompt(task["prompt"], task.get("chat_template_kwargs")))
         return Episode(
             id=client.episode, group=client.group, task=task, rollouts=(rollout,), started=started, finished=time.time()
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,27 +16,46 @@ from headrace.algorithms import (
     REWARDS,
     TEACHER,
     VALUES,
+    check_loss,
     columns_to_bring,
     needed_columns,
-    resolve_loss,
 )
 from headrace.engine import engine_kind
 from headrace.envs import PromptEncoder, SingleTurn
 from headrace.errors import SyncError
-from headrace.launch.inputs import UserInputs, check_inputs, open_tasks, reward_functions
+from headrace.launch.inputs import (
+    UserInputs,
+    check_inputs,
+    num_examples,
+    open_examples,
+    open_sampler,
+    open_tasks,
+    reward_functions,
+)
 from headrace.launch.placement import (
     choose_device,
     choose_transport,
     device_of,
     receiving_devices,
 )
-from headrace.model import ModelError, load_model, load_tokenizer
+from headrace.lora import base_of, read_tensors
+from headrace.model import (
+    ModelError,
+    ModelShape,
+    adapter_shapes,
+    load_config,
+    load_model,
+    load_tokenizer,
+    parameter_shapes,
+    tiny,
+)
+from headrace.records import SAMPLED_ENTROPY
 from headrace.run import POLICY, Roles, make_canary
-from headrace.score import RewardScorer
+from headrace.score import RewardScorer, TrainerState
 from headrace.settings import ConfigError
 from headrace.staleness import correction_of
 from headrace.sync import MemoryTransport, WeightSync, check_host, transport_class
-from headrace.trainer import DeviceTrainer, FrozenModel, LocalTrainer
+from headrace.trainer import DeviceTrainer, FrozenModel, LocalTrainer, TrainSettings, learning_rate, match_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,21 +70,35 @@ if TYPE_CHECKING:
     from headrace.trainer import PolicyTrainer
 
 
-def preflight(recipe: Recipe, given: UserInputs) -> None:
-    """All checks that need neither a run folder nor a loaded model."""
-    check_inputs(recipe, given)
+def preflight(recipe: Recipe, given: UserInputs) -> list[str]:
+    """All checks that need neither a run folder nor a loaded model. Returns what to tell the user."""
+    notes = check_inputs(recipe, given)
     check_settings(recipe, given)
     path = recipe.model.path
     if path.startswith((".", "/", "~")) and not Path(path).exists():
         raise ModelError(f"model.path = {path!r}: the folder does not exist")
+    if base_of(path) and recipe.sft.is_on:
+        raise ConfigError(f"model.path = {path!r}: it is an adapter, and SFT trains all weights; merge it first")
+    if base_of(path) and recipe.steps and not recipe.lora.is_on:
+        raise ConfigError(f"model.path = {path!r}: it is an adapter; set lora.rank to train it further, or merge it first")
+    if recipe.lora.is_on:
+        adapter_shapes(recipe.model, recipe.lora)  # raises for a target that the model does not have
+    other = recipe.train.reference if recipe.train.reference_every else ""
+    if other:
+        own = tiny.build_config(recipe.model, tiny.build_tokenizer()) if path == tiny.NAME else load_config(path)
+        if ModelShape.of(load_config(other)) != ModelShape.of(own):
+            given_as = f"train.reference_every = {recipe.train.reference_every}: train.reference = {other!r}"
+            raise ConfigError(f"{given_as} has another shape than the model, so it cannot take its weights; leave one out")
+    return notes
 
 
 def check_settings(recipe: Recipe, given: UserInputs) -> None:
     """Raise unless this machine and the loss have what the settings need."""
     check_sync(recipe)
     check_engine(recipe)
-    check_loss(recipe)
+    check_loss(recipe.train.loss, recipe.train.constants)
     check_columns(recipe, given)
+    check_optimizer(recipe, given)
 
 
 def check_sync(recipe: Recipe) -> None:
@@ -98,18 +131,6 @@ def check_engine(recipe: Recipe) -> None:
     kind.check_machine(recipe, device=device)
 
 
-def check_loss(recipe: Recipe) -> None:
-    """Raise unless the loss exists and takes `train.constants`."""
-    parameters = inspect.signature(resolve_loss(recipe.train.loss)).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
-    for name in recipe.train.constants:
-        if name not in names:
-            known = ", ".join(names) or "none"
-            raise ConfigError(f"train.constants.{name}: the loss {recipe.train.loss!r} takes no {name!r}; it takes: {known}")
-
-
 def check_columns(recipe: Recipe, given: UserInputs) -> None:
     """Raise unless loss and advantages get every column they need. A user's environment may add any column."""
     train = recipe.train
@@ -124,9 +145,22 @@ def check_columns(recipe: Recipe, given: UserInputs) -> None:
     if TEACHER in (*wanted, advantage.made_from) and not train.teacher:
         raise ConfigError("train.teacher = '': there is no teacher to distil from; name a model folder")
     for column in columns_to_bring(train.loss):
-        if column not in (RETURNS, REWARDS):
+        if column not in (RETURNS, REWARDS) and not (column == SAMPLED_ENTROPY and recipe.engine.record_entropy):
             only = "which only an environment of your own can bring"
             raise ConfigError(f"train.loss = {train.loss!r}: it needs the column {column!r}, {only}")
+
+
+def check_optimizer(recipe: Recipe, given: UserInputs) -> None:
+    """Raise unless a schedule of the user's returns factors, and each pattern of `train.parameters` matches a parameter."""
+    planned = {"train": (recipe.train, recipe.steps)}
+    if recipe.sft.is_on and ":" in recipe.sft.schedule:
+        num_rows = num_examples(recipe, open_examples(recipe, given).sources)
+        planned["sft"] = TrainSettings(schedule=recipe.sft.schedule), math.ceil(num_rows / recipe.sft.batch)
+    for section, (settings, steps) in planned.items():
+        for version in (0, steps - 1) if steps else ():
+            learning_rate(settings, version=version, steps=steps, section=section)
+    if recipe.train.parameters:
+        match_parameters(recipe.train.parameters, parameter_shapes(recipe.model))
 
 
 def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -144,37 +178,52 @@ def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
 def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrainer:
     """A trainer and its frozen models: the KL reference (by default the model RL starts from) and the distillation teacher."""
     train = recipe.train
-    frozen_paths = {REFERENCE: (train.reference or model_path) if train.kl else "", TEACHER: train.teacher}
+    start = "" if recipe.lora.is_on else model_path  # the policy with its adapter off is the reference
+    frozen_paths = {REFERENCE: (train.reference or start) if train.kl else "", TEACHER: train.teacher}
     frozen = {
         column: FrozenModel(
             load_model(path, dtype=recipe.model.dtype, device=device, exact=recipe.exact),
             exact=recipe.exact,
             offload="reference" in train.offload,
+            keep_digits=column == REFERENCE and train.reference_mix < 1,
         )
         for column, path in frozen_paths.items()
         if path
     }
-    return DeviceTrainer(
-        load_model(model_path, dtype="float32", device=device, exact=recipe.exact),
-        tokenizer=load_tokenizer(model_path),
+    dtype = recipe.model.dtype if recipe.lora.is_on else "float32"  # what is not trained needs no more digits
+    trainer = DeviceTrainer(
+        load_model(model_path, dtype=dtype, device=device, exact=recipe.exact, lora=recipe.lora, seed=recipe.seed),
+        tokenizer=load_tokenizer(model_path, recipe.model),
         settings=recipe.train,
         exact=recipe.exact,
         dtype=getattr(torch, recipe.model.dtype),
         frozen=frozen,
     )
+    if recipe.lora.is_on and base_of(model_path):
+        trainer.optimizer.load_weights(read_tensors(model_path))  # with the digits that model.dtype lacks
+    return trainer
 
 
 def build_roles(
-    recipe: Recipe, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
+    recipe: Recipe,
+    model_path: str,
+    given: UserInputs,
+    *,
+    observer: Observer,
+    lineage: Lineage,
+    most_blocks: int = 0,
+    trains: bool = True,
 ) -> Roles:
-    """All roles in this process; the model is loaded twice, to generate and to train."""
+    """All roles in this process; the model is loaded twice, to generate and, if it `trains`, to train."""
     device = choose_device(recipe)
-    sync = WeightSync(lineage, MemoryTransport(device), payload=recipe.sync.payload)
+    sync = WeightSync(lineage, MemoryTransport(device), payload=recipe.sync.payload, adapter=recipe.lora.to_plain())
     engine, stop_ids = engine_kind(recipe.engine).make_inline(
         recipe, model_path, device=device, sync=sync, timeline=observer.timeline("engine"), most_blocks=most_blocks
     )
-    own, timeline = build_trainer(recipe, model_path, device=device), observer.timeline("trainer")
-    trainer = LocalTrainer(own, sync=sync, timeline=timeline, frees_memory=recipe.engine.sleeps)
+    trainer = None
+    if trains:
+        own, timeline = build_trainer(recipe, model_path, device=device), observer.timeline("trainer")
+        trainer = LocalTrainer(own, sync=sync, timeline=timeline, frees_memory=recipe.engine.sleeps)
     roles = make_roles(recipe, model_path, given, engine=engine, trainer=trainer, services=(engine.serve,))
     return dataclasses.replace(roles.with_stop_ids(stop_ids), engine_peak=lambda: engine.peak_memory)
 
@@ -185,20 +234,27 @@ def make_roles(
     given: UserInputs,
     *,
     engine: Engine,
-    trainer: PolicyTrainer,
+    trainer: PolicyTrainer | None,
     workers: RewardWorkers | None = None,
     **more: Any,  # noqa: ANN401
 ) -> Roles:
     """Combine engine and trainer, wherever they run, with the launcher's own roles. `workers` run rewards in threads."""
-    encoder = PromptEncoder(load_tokenizer(model_path))
+    encoder = PromptEncoder(load_tokenizer(model_path, recipe.model))
     return Roles(
         engine=engine,
-        trainers={POLICY: trainer},
-        scorer=RewardScorer(reward_functions(recipe, given), decode=encoder.decode, settings=recipe.reward, workers=workers),
+        trainers={} if trainer is None else {POLICY: trainer},
+        scorer=RewardScorer(
+            reward_functions(recipe, given),
+            decode=encoder.decode,
+            settings=recipe.reward,
+            workers=workers,
+            state=TrainerState(max_steps=recipe.steps, seed=recipe.seed),
+            max_tokens=recipe.sampling.max_tokens,
+        ),
         environment=given.environment or SingleTurn(),
         encoder=encoder,
-        tasks=open_tasks(recipe, given),
-        canary=make_canary(encoder.encode(open_tasks(recipe, given).next()["prompt"])),
+        tasks=open_sampler(recipe, given),
+        canary=make_canary(encoder.encode(open_tasks(recipe, given).next().row["prompt"])),
         stop_ids=special_stops(recipe.sampling.stop, encoder.tokenizer),
         **more,
     )

@@ -144,7 +144,8 @@ class RoleWorker:
         settings, order, placement = make_recipe(recipe), self._order, self._order.placement
         torch.set_num_threads(placement.threads)
         transport = make_transport(order.transport, is_sender=order.role == "trainer", device=placement.receives_on)
-        sync = WeightSync(Lineage(**lineage), transport, payload=settings.sync.payload, name=order.name)
+        more: dict[str, Any] = {"payload": settings.sync.payload, "adapter": settings.lora.to_plain(), "name": order.name}
+        sync = WeightSync(Lineage(**lineage), transport, **more)
         self._on_end.callback(sync.close)
         log.info("%s on %s, model %s, process %d", order.name, placement.device, model, os.getpid())
         if order.role == "engine":

@@ -145,7 +145,10 @@ class Comparison:
         if self.other or ROWS in self.edited.values():
             return False
         is_own_code = any(key.startswith(("reward[", "environment")) for key in self.edited)
-        return not self.is_finished or (recipe.steps > self.summary["version"] and not is_own_code)
+        steps = recipe.steps
+        for change in self.summary.get("changes", ()):  # by a callback, which resuming would make again
+            steps = change["value"] if change["key"] == "steps" and change["was"] == steps else steps
+        return not self.is_finished or (steps > self.summary["version"] and not is_own_code)
 
     def check(self, recipe: Recipe, *, version: int, resume_anyway: bool) -> list[str]:
         """What to tell the user before the run is resumed from `version`. Raises if it must not be."""
@@ -171,9 +174,11 @@ class Comparison:
         notes = [", ".join(self.changed)] if self.changed else []
         notes += [f"{'reward' if key.startswith('reward') else key} {name!r} {since}" for key, name in code.items()]
         notes += [f"the content of {each} {since}" for each in data]
-        planned, now = (learning_rate(recipe.train, version=version, steps=steps) for steps in (self.steps, recipe.steps))
-        if planned != now and version:
-            last = learning_rate(recipe.train, version=version - 1, steps=self.steps)
+        # A schedule of the user's is never asked for a version beyond its steps, so the version before is compared.
+        plans = (max(self.steps, version), recipe.steps) if 0 < version < recipe.steps else ()
+        rates = [learning_rate(recipe.train, version=version - 1, steps=steps) for steps in plans]
+        if len(set(rates)) > 1:
+            last, now = rates[0], learning_rate(recipe.train, version=version, steps=recipe.steps)
             notes.append(
                 f"the {recipe.train.schedule} schedule now ends at version {recipe.steps}: the learning rate was {last:.3g} at "
                 f"version {version}, and is {now:.3g} at version {version + 1}"
@@ -183,18 +188,20 @@ class Comparison:
 
 def find_folder(
     name: str, recipe: Recipe, *, inputs: dict[str, list[str]], run_dir: Path | None, fresh: bool
-) -> tuple[Path, Comparison | None]:
-    """The folder of the run that this command means, compared with it, or a new one."""
+) -> tuple[Path, Comparison | None, list[str]]:
+    """The folder of the run that this command means, compared with it, or a new one; and what to tell the user."""
     if run_dir is not None:
-        return run_dir, None if fresh or not read_summary(run_dir) else compare(run_dir, recipe, inputs=inputs)
-    runs = Path("runs")
+        return run_dir, None if fresh or not read_summary(run_dir) else compare(run_dir, recipe, inputs=inputs), []
+    runs, notes = Path("runs"), list[str]()
     if not fresh:
         for folder in sorted(runs.glob(f"{name}-*"), key=lambda path: path.stat().st_mtime, reverse=True):
             if ".old-" not in folder.name and read_summary(folder) and not is_in_use(folder):  # not one set aside
                 found = compare(folder, recipe, inputs=inputs)
                 if found.is_meant(recipe):
-                    return folder, found
-    return _unused(runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"), None
+                    return folder, found, []
+                if found.other and not found.is_finished and not notes:
+                    notes.append(f"new run    the unfinished one in {folder} has other settings: {', '.join(found.other[:4])}")
+    return _unused(runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"), None, notes
 
 
 def _unused(folder: Path) -> Path:
@@ -214,7 +221,8 @@ def compare(folder: Path, recipe: Recipe, *, inputs: dict[str, list[str]]) -> Co
         found.other.append(f"its settings cannot be read: {error}")
         return found
     fixed = before.fixed_settings.keys() | recipe.fixed_settings.keys()
-    by_exact = fixed - flatten(identity(recipe, is_exact=False)).keys()
+    is_exact = before.exact or recipe.exact
+    by_exact = fixed - flatten(identity(recipe, is_exact=False)).keys() if is_exact else set()
     theirs, ours = flatten(to_dict(before)), flatten(to_dict(recipe))
     by_content = {re.sub(r"\.\d+$", "", key) for key in known.keys() | inputs.keys()} if known else set()
     for key in sorted((theirs.keys() | ours.keys()) - by_content):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.engine import blocks_for, engine_kind, free_memory
 from headrace.launch.placement import choose_device, choose_transport, device_of
-from headrace.model import ModelError
+from headrace.model import ModelError, adapter_shapes, bytes_per_number, parameter_shapes
 from headrace.settings import ConfigError
 from headrace.staleness import max_untrained_groups
 from headrace.sync import transport_class
-from headrace.trainer import TrainerMemory, predict_memory
+from headrace.trainer import TrainerMemory, match_parameters, predict_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -104,7 +105,15 @@ def forecast_memory(
         on_gpu=on_gpu,
         total=torch.cuda.mem_get_info()[1] if on_gpu else 0,
     )
-    published = transport_class(choose_transport(recipe)).memory(engine.weights, on_gpu=on_gpu)
+    published_bytes, adapter, adapter_width = engine.weights, 0, 0
+    if recipe.lora.is_on:
+        shapes = adapter_shapes(recipe.model, recipe.lora)
+        adapter = sum(map(math.prod, shapes.values()))
+        adapter_width = recipe.lora.rank * len(shapes) // (2 * shape.layers)
+        published_bytes = adapter * bytes_per_number(recipe.model.dtype)
+        engine = dataclasses.replace(engine, weights=engine.weights + published_bytes, staging=published_bytes)
+    published = transport_class(choose_transport(recipe)).memory(published_bytes, on_gpu=on_gpu)
+    is_own_reference = recipe.lora.is_on and not recipe.train.reference  # with its adapter off
     trainer = predict_memory(
         shape,
         recipe.train,
@@ -112,10 +121,30 @@ def forecast_memory(
         tokens=tokens_per_pass(recipe, longest=min(context, longest_prompt + recipe.sampling.max_tokens)),
         on_gpu=on_gpu,
         num_parameters=num_parameters,
-        num_references=bool(recipe.train.kl) + bool(recipe.train.teacher),
+        frozen=frozen_sizes(recipe),
+        num_references=(bool(recipe.train.kl) and not is_own_reference) + bool(recipe.train.teacher),
         publishing=published.trainer,
+        adapter=adapter,
+        adapter_width=adapter_width,
     )
     return Forecast(recipe, trainer, engine, published, server, most_blocks)
+
+
+def describe_adapter(recipe: Recipe) -> str:
+    """What is trained, and what share of the model that is. Raises if a target is no layer of the model."""
+    shapes = adapter_shapes(recipe.model, recipe.lora)
+    count, total = (sum(map(math.prod, each.values())) for each in (shapes, parameter_shapes(recipe.model)))
+    layers = f"rank {recipe.lora.rank} on {len(shapes) // 2} linear layers"
+    return f"adapter    {count / 1e6:,.2f} million parameters are trained, {count / total:.2%} of the model's: {layers}"
+
+
+def frozen_sizes(recipe: Recipe) -> list[int]:
+    """Numbers in each matrix that `train.parameters` freezes; the model's config tells their names and sizes."""
+    if not any(group.freeze for group in recipe.train.parameters):
+        return []
+    shapes = parameter_shapes(recipe.model)
+    groups = match_parameters(recipe.train.parameters, shapes)
+    return [math.prod(shapes[name]) for name, group in groups.items() if group.freeze and len(shapes[name]) > 1]
 
 
 def max_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held_out: int) -> int:
@@ -123,15 +152,15 @@ def max_kv_blocks(recipe: Recipe, *, context: int, longest_prompt: int, num_held
     gate admits plus an evaluation, each as long as the longest prompt seen plus `sampling.max_tokens`, with some headroom."""
     if not longest_prompt:
         return 0
-    engine, longest = recipe.engine, min(context, longest_prompt + recipe.sampling.max_tokens)
+    engine, longest = recipe.engine, min(context, longest_prompt + recipe.max_tokens)
     least = math.ceil(longest / engine.block_size) + 1
     if 0 < engine.kv_blocks < least:
-        tokens = f"{longest} tokens (longest prompt {longest_prompt} + sampling.max_tokens {recipe.sampling.max_tokens})"
+        tokens = f"{longest} tokens (longest prompt {longest_prompt} + sampling.max_tokens {recipe.max_tokens})"
         raise ConfigError(
             f"engine.kv_blocks = {engine.kv_blocks}: one rollout of {tokens} needs {least}; raise it, or leave it 0"
         )
     groups = max_untrained_groups(recipe) or engine.slots * engine.num_engines
-    in_flight = groups * recipe.train.group_size + 2 * num_held_out  # each evaluation task is sampled and decoded greedily
+    in_flight = groups * recipe.train.group_size + num_held_out * recipe.evaluate.rollouts_per_task
     rollouts = max(_FEWEST_ROLLOUTS, min(engine.slots, math.ceil(in_flight / engine.num_engines)))
     return min(
         blocks_for(rollouts, tokens=longest, block_size=engine.block_size),
@@ -151,7 +180,7 @@ def longest_prompt(rows: Iterable[Task], encoder: PromptEncoder, *, held_out: Ma
     for row in itertools.chain(rows, *(source[:NUM_CHECKED_PROMPTS] for source in held_out.values())):
         prompt: Any = row["prompt"]
         try:
-            lengths.append(len(encoder.encode(prompt)))
+            lengths.append(len(encoder.encode(prompt, row.get("chat_template_kwargs"))))
         except Exception:  # noqa: BLE001  (a template may raise anything)
             continue
     return max(lengths, default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.launch.build import build_roles
 
@@ -24,8 +24,9 @@ class Inline(contextlib.AbstractContextManager["Inline"]):
     reporting_roles: tuple[str, ...] = ()
     """Roles that report their timelines from other processes."""
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, folder: Path, *, trains: bool = True) -> None:
+        """Without a trainer unless it `trains`."""
+        self._recipe, self._trains = recipe, trains
 
     def __exit__(self, *error: object) -> None:
         """Nothing to remove."""
@@ -35,4 +36,5 @@ class Inline(contextlib.AbstractContextManager["Inline"]):
         self, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
     ) -> AsyncIterator[Roles]:
         """Load the model into engines and trainer. `most_blocks`: the most KV blocks an engine can use, 0 if unknown."""
-        yield build_roles(self._recipe, model_path, given, observer=observer, lineage=lineage, most_blocks=most_blocks)
+        more: dict[str, Any] = {"observer": observer, "lineage": lineage, "most_blocks": most_blocks, "trains": self._trains}
+        yield build_roles(self._recipe, model_path, given, **more)

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
+import itertools
+import re
 from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.imports import import_name
-from headrace.score import GIVEN, RewardFunction
-from headrace.settings import ConfigError
-from headrace.tasks import RowSource, TaskError, TaskSettings, TaskStream, builtin_reward, open_source
+from headrace.launch.examples import example_parts
+from headrace.records import UNSHAPED
+from headrace.score import OVERLONG, RESERVED, RewardFunction, cosine_length
+from headrace.settings import ConfigError, build, to_dict
+from headrace.tasks import (
+    RowSource,
+    SamplerSettings,
+    TaskError,
+    TaskSettings,
+    TaskStream,
+    builtin_reward,
+    is_generated,
+    open_source,
+    read_rows,
+    with_sampler,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from headrace.config import Recipe
     from headrace.records import Plain
-    from headrace.tasks import TaskSource
+    from headrace.tasks import SampledTasks, TaskSource
 
 
-_RESERVED = GIVEN - {"prompt"}
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 _PIECE = 4096
 ROWS = "rows"
@@ -35,17 +50,80 @@ class UserInputs:
     """Objects passed by a Python caller instead of names in a recipe."""
 
     tasks: Any = None
-    """Rows, a file or a Dataset, or a list of files or of (source, weight) pairs; `held_out` too."""
+    """Rows, a file, a dataset or its name, a dict of `TaskSettings` in which `source` may be rows and `map` a function, or a
+    list of names, dicts or (source, weight) pairs; `held_out`, `sft` and `sft_held_out` too."""
     held_out: Any = None
+    sft: Any = None
+    sft_held_out: Any = None
     reward: Any = None
     """A function, its name, or a list of them."""
     environment: Any = None
     """An object with `run(task, client)`; None is single-turn."""
+    sampler: Any = None
+    """A class or function that makes a `TaskSampler`; None takes the recipe's `[sampler]`."""
 
     def settled(self) -> UserInputs:
         """A copy with iterators turned into lists, since sources are opened more than once."""
-        tasks, held_out = (list(rows) if hasattr(rows, "__next__") else rows for rows in (self.tasks, self.held_out))
-        return dataclasses.replace(self, tasks=tasks, held_out=held_out)
+        names = ("tasks", "held_out", "sft", "sft_held_out")
+        return dataclasses.replace(self, **{name: _settled(getattr(self, name)) for name in names})
+
+
+class Source(NamedTuple):
+    """A source of a recipe or a Python caller."""
+
+    rows: Any
+    """The name in the recipe, or what the caller passed."""
+    settings: TaskSettings
+    function: Callable[[Any], Any] | None = None
+    """What `map` names, or the caller's own."""
+
+    def open(self, recipe: Recipe, *, split: str, is_sft: bool = False) -> TaskSource:
+        how: dict[str, Any] = {"settings": self.settings, "function": self.function, "is_sft": is_sft}
+        return open_source(self.rows, seed=recipe.seed, split=split, **how)
+
+
+def sources_of(settings: Sequence[TaskSettings], given: object) -> list[Source]:
+    """The caller's sources if there are any, or else the recipe's."""
+    if given is None:
+        return [Source(each.source, each, _imported(each.map, setting="map")) for each in settings]
+    if isinstance(given, list) and given and all(isinstance(each, tuple) and len(each) == 2 for each in given):
+        return [_source(source, weight) for source, weight in given]
+    if isinstance(given, list) and given and all(isinstance(each, str) or _is_settings(each) for each in given):
+        return [_source(each) for each in given]
+    return [_source(given)]
+
+
+def _settled(given: Any, limit: object = None) -> Any:  # noqa: ANN401
+    """What was given, with lists of at most `limit` rows for the iterators in it."""
+    if hasattr(given, "__next__"):
+        return list(itertools.islice(given, limit if isinstance(limit, int) and limit > 0 else None))
+    if _is_settings(given):
+        return given | {"source": _settled(given["source"], given.get("limit"))}
+    if isinstance(given, tuple) and len(given) == 2:
+        return _settled(given[0]), given[1]
+    return [_settled(each) for each in given] if isinstance(given, list) else given
+
+
+def _is_settings(source: object) -> bool:
+    """Whether it is a source's settings, not a row, which has a prompt, or a chat to learn from."""
+    return isinstance(source, dict) and "source" in source and not source.keys() & {"prompt", "messages"}
+
+
+def _source(given: Any, weight: float | None = None) -> Source:  # noqa: ANN401
+    fields = dict(given) if _is_settings(given) else {"source": given}
+    rows, function = fields["source"], fields.get("map")
+    fields |= {"source": rows if isinstance(rows, str) else ROWS} | ({} if weight is None else {"weight": weight})
+    if callable(function):
+        del fields["map"]
+    settings = build(TaskSettings, fields, prefix="tasks.")
+    return Source(rows, settings, function if callable(function) else _imported(settings.map, setting="map"))
+
+
+def _imported(name: str, *, setting: str) -> Callable[[Any], Any] | None:
+    function = import_name(name, setting=setting) if name else None
+    if function is not None and not callable(function):
+        raise ConfigError(f"{setting} = {name!r}: it is a {type(function).__name__}, not a function")
+    return function
 
 
 def fingerprint_inputs(recipe: Recipe, given: UserInputs) -> dict[str, list[str]]:
@@ -55,49 +133,74 @@ def fingerprint_inputs(recipe: Recipe, given: UserInputs) -> dict[str, list[str]
     train = recipe.train
     models = {"model.path": recipe.model.path, "train.reference": train.reference, "train.teacher": train.teacher}
     found = {key: [path, _hash_model(path)] for key, path in models.items()}
-    for argument, section, sources, rows in (
-        ("", "warmup.tasks", recipe.warmup.tasks, None),
+    if recipe.model.chat_template:
+        found["model.chat_template"] = [recipe.model.chat_template, _hash(Path(recipe.model.chat_template).read_bytes())]
+    for argument, section, settings, rows in (
+        ("sft", "sft.tasks", recipe.sft.tasks, given.sft),
+        ("sft_held_out", "sft.held_out", recipe.sft.held_out, given.sft_held_out),
         ("tasks", "tasks", recipe.tasks, given.tasks),
         ("held_out", "evaluate.tasks", recipe.evaluate.tasks, given.held_out),
     ):
-        if rows is None:
-            found |= {f"{section}.{i}.source": [each.source, _hash_tasks(each.source)] for i, each in enumerate(sources)}
-            continue
-        for index, (source, weight) in enumerate(_mix(rows)):
-            name = str(source) if isinstance(source, str | Path) else ROWS
-            found[f"{argument}[{index}]"] = [name, _hash(weight, _hash_tasks(source))]
+        for index, source in enumerate(sources_of(settings, rows)):
+            content, code = _hash_rows(source), "" if source.function is None else _hash(_source_of(source.function))
+            if rows is None:
+                found[f"{section}.{index}.source"] = [source.rows, content]
+                if code:
+                    found[f"{section}.{index}.map"] = [source.settings.map, code]
+                continue
+            name = str(source.rows) if isinstance(source.rows, str | Path) else ROWS
+            found[f"{argument}[{index}]"] = [name, _hash(to_dict(source.settings), content, code)]
     names = recipe.reward.functions if given.reward is None else ()
-    for index, (reward, _) in enumerate(reward_functions(recipe, given)):
+    for index, (reward, _) in enumerate(reward_functions(recipe, given) if recipe.uses_tasks else ()):
         key, name = (f"reward.functions.{index}", names[index]) if names else (f"reward[{index}]", reward.name)
-        found[key] = [name, _hash(_source_of(reward.function))]
-    own_loss = import_name(train.loss, setting="train.loss") if ":" in train.loss else None
-    found["train.loss"] = [train.loss, train.loss if own_loss is None else _hash(_source_of(own_loss))]
+        more: list[object] = [] if reward.own.weight is None else [reward.own.weight]
+        judge = reward.own.options.get("correct") if reward.function is cosine_length else None
+        if isinstance(judge, str):  # a missing one is refused elsewhere
+            more.append(_source_of(import_name(judge, setting="reward.options.cosine_length.correct")))
+        found[key] = [name, _hash(_source_of(reward.function), *more)]
+    for key, name in (("train.loss", train.loss), ("train.schedule", train.schedule), ("sft.schedule", recipe.sft.schedule)):
+        found[key] = [name, _hash(_source_of(import_name(name, setting=key))) if ":" in name else name]
+    kind, own_sampler = recipe.sampler.kind, given.sampler
+    if own_sampler is None and ":" in kind:
+        own_sampler = import_name(kind, setting="sampler.kind")
+    if own_sampler is not None:
+        name = kind if given.sampler is None else getattr(own_sampler, "__qualname__", type(own_sampler).__qualname__)
+        found["sampler.kind" if given.sampler is None else "sampler"] = [name, _hash(_source_of(own_sampler))]
     if given.environment is not None:
         found["environment"] = [type(given.environment).__qualname__, _hash(_source_of(given.environment))]
     return found
 
 
 def _source_of(function: Any) -> str:  # noqa: ANN401
+    """The code of a function; of a `functools.partial`, with its arguments."""
+    if isinstance(function, functools.partial):
+        given = [*enumerate(function.args), *sorted(function.keywords.items())]
+        return " ".join([_source_of(function.func), *(f"{name}={_told(value)}" for name, value in given)])
     try:
         return inspect.getsource(function if hasattr(function, "__name__") else type(function))
     except (OSError, TypeError):
         return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
+def _told(value: object) -> str:
+    """A value as the next process says it too: without addresses."""
+    return _source_of(value) if callable(value) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
 def _hash(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _hash_tasks(source: Any) -> str:  # noqa: ANN401
-    digest = hashlib.sha256()
-    if not isinstance(source, str | Path):
-        for row in source:
-            digest.update(repr(row).encode())
-    elif Path(source).is_file():
-        with Path(source).open("rb") as file:
+def _hash_rows(source: Source) -> str:
+    digest, name = hashlib.sha256(), source.rows
+    if is_generated(name):
+        return str(name)
+    if isinstance(name, str | Path) and Path(name).is_file():
+        with Path(name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
     else:
-        return str(source)
+        for row in read_rows(name, source.settings):
+            digest.update(repr(row).encode())
     return digest.hexdigest()[:16]
 
 
@@ -118,10 +221,31 @@ def _hash_model(path: str) -> str:
 
 def open_tasks(recipe: Recipe, given: UserInputs) -> TaskStream:
     """Training tasks, from the caller or else the recipe."""
-    sources = _mix(given.tasks) if given.tasks is not None else [(source, source.weight) for source in recipe.tasks]
+    sources = sources_of(recipe.tasks, given.tasks)
     if not sources:
         raise ConfigError("tasks: none are given; add a [[tasks]] section with a source, or pass tasks=")
-    return TaskStream([(_open(source, recipe, split="train"), weight) for source, weight in sources], seed=recipe.seed)
+    return _mixed(sources, [each.open(recipe, split="train") for each in sources], seed=recipe.seed)
+
+
+def open_examples(recipe: Recipe, given: UserInputs) -> TaskStream:
+    """What SFT learns from: `sft.tasks`, or else the training tasks."""
+    sources = sources_of(recipe.sft.tasks, given.sft) or sources_of(recipe.tasks, given.tasks)
+    if not sources:
+        raise ConfigError("sft: there is nothing to learn from; add [[sft.tasks]] with a source")
+    return _mixed(sources, [each.open(recipe, split="train", is_sft=True) for each in sources], seed=recipe.seed)
+
+
+def _mixed(sources: list[Source], opened: list[TaskSource], *, seed: int) -> TaskStream:
+    weighted = [(each, source.settings.weight) for source, each in zip(sources, opened, strict=True)]
+    return TaskStream(dict(zip(_names(sources), weighted, strict=True)), seed=seed)
+
+
+def open_sampler(recipe: Recipe, given: UserInputs) -> TaskStream | SampledTasks:
+    """Training tasks in the order of the caller's or the recipe's sampler."""
+    if given.sampler is not None and recipe.sampler != SamplerSettings():
+        raise ConfigError("sampler: the recipe has a [sampler] and sampler= is given too; leave out one of them")
+    stream, success_at = open_tasks(recipe, given), recipe.evaluate.success_at
+    return with_sampler(stream, recipe.sampler, seed=recipe.seed, success_at=success_at, given=given.sampler)
 
 
 def held_out_tasks(recipe: Recipe, given: UserInputs) -> dict[str, list[dict[str, Plain]]]:
@@ -142,7 +266,8 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
     elif recipe.reward.functions:
         functions = list(recipe.reward.functions)
     else:
-        own = [builtin_reward(source.source) for source in recipe.tasks]
+        sources = sources_of(recipe.tasks, given.tasks) or sources_of(recipe.evaluate.tasks, given.held_out)
+        own = [builtin_reward(source.rows) for source in sources]
         functions = list({id(f): f for f in own if f is not None}.values())
         if not functions or None in own:
             raise ConfigError("reward: none is given; name one in reward.functions, or pass reward=")
@@ -150,37 +275,107 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
             raise ConfigError(
                 "reward: the tasks bring different ones, which would each judge all tasks; name one in reward.functions"
             )
-    functions = [import_name(f, setting="reward.functions") if isinstance(f, str) else f for f in functions]
-    weights = recipe.reward.weights or (1.0,) * len(functions)
-    if len(weights) != len(functions):
-        raise ConfigError(f"reward.weights = {list(weights)}: there are {len(functions)} reward functions")
-    rewards = [RewardFunction(function) for function in functions]
+    rewards = [_with_options(function, recipe.reward.options) for function in functions]
     names = [reward.name for reward in rewards]
     for index, reward in enumerate(rewards):
         if names.count(reward.name) > 1:
             rewards[index] = RewardFunction(reward, name=f"{reward.name}_{index}")
+    if unknown := recipe.reward.options.keys() - set(names):
+        raise ConfigError(f"reward.options.{min(unknown)}: there is no such reward function (there are: {', '.join(names)})")
+    if recipe.reward.overlong_buffer and OVERLONG in names:
+        raise ConfigError("reward.overlong_buffer: a reward function is named 'overlong' too; rename it")
+    if UNSHAPED in names:
+        raise ConfigError("reward: a function is named 'unshaped', as rollouts call the reward before shaping; rename it")
+    weights = recipe.reward.weights or [1.0 if reward.own.weight is None else reward.own.weight for reward in rewards]
+    if len(weights) != len(rewards):
+        raise ConfigError(f"reward.weights = {list(weights)}: there are {len(rewards)} reward functions")
+    for reward in rewards:
+        if recipe.reward.processes and reward.own.processes and not reward.is_async:
+            _ = reward.reference  # raises if no process can import it
     return list(zip(rewards, weights, strict=True))
 
 
-def check_inputs(recipe: Recipe, given: UserInputs) -> None:
-    """Raise if tasks or rewards are missing, or rows lack columns that a reward takes."""
-    stream, _ = open_tasks(recipe, given), held_out_tasks(recipe, given)
+def _with_options(function: Any, options: dict[str, dict[str, Any]]) -> RewardFunction:  # noqa: ANN401  (or its name)
+    own = {"reference": function} if isinstance(function, str) else {}
+    reward = RewardFunction(import_name(function, setting="reward.functions") if own else function, **own)
+    return RewardFunction(reward, options=options[reward.name]) if reward.name in options else reward
+
+
+def check_inputs(recipe: Recipe, given: UserInputs) -> list[str]:
+    """Raise if tasks or rewards are missing, or rows lack columns that a reward or SFT takes. Returns what to tell the user."""
+    template = recipe.model.chat_template
+    if template and not Path(template).is_file():
+        raise ConfigError(f"model.chat_template = {template!r}: no such file (paths are relative to {Path.cwd()})")
+    trained = check_examples(recipe, given) if recipe.sft.is_on else []
+    if not recipe.uses_tasks:
+        return []
+    stream, held_out = open_tasks(recipe, given), held_out_tasks(recipe, given)
+    open_sampler(recipe, given)
     rewards = [function for function, _ in reward_functions(recipe, given)]
     if given.environment is not None:
         rewards = []  # an environment may give its episodes more columns
     check_task_columns(stream.sources, rewards)
     check_task_columns(held_out_sources(recipe, given).values(), rewards, kind="held-out ")
+    _imported(recipe.evaluate.answer, setting="evaluate.answer")
+    return shared_prompts([*stream.sources, *trained], held_out)
+
+
+def check_examples(recipe: Recipe, given: UserInputs) -> list[TaskSource]:
+    """The sources that SFT learns from. Raises if rows have nothing to learn."""
+    sources = open_examples(recipe, given).sources
+    for source in (*sources, *held_out_examples(recipe, given)):
+        for number, row in enumerate(source.rows if isinstance(source, RowSource) else [source.row(0)]):
+            example_parts(row, where=f"sft: row {number} of {getattr(source, 'name', 'tasks')}")
+    if recipe.sft.epochs and not all(isinstance(source, RowSource) for source in sources):
+        raise ConfigError(f"sft.epochs = {recipe.sft.epochs}: generated tasks have no end; set sft.steps, or their limit")
+    return sources
+
+
+def shared_prompts(trained: Iterable[TaskSource], held_out: Mapping[str, Sequence[dict[str, Plain]]]) -> list[str]:
+    """A line that says how many held-out tasks are trained on too. Endless sources keep held-out tasks of their own."""
+    rows = [row for source in trained if isinstance(source, RowSource) for row in source.rows] if held_out else []
+    known = {_said(row) for row in rows}
+    tasks = [task for each in held_out.values() for task in each]
+    shared = [text for text in map(_said, tasks) if text in known]
+    if not shared:
+        return []
+    first = " ".join(shared[0].split())
+    first = first if len(first) <= 80 else first[:79] + "…"
+    return [f"held-out   {len(shared)} of {len(tasks)} tasks are also in the training data; the first: {first!r}"]
+
+
+def _said(row: dict[str, Plain]) -> str:
+    """What a prompt says, as text or as a chat, under any system message."""
+    prompt: Any = row.get("prompt", row.get("messages"))
+    if isinstance(prompt, str):
+        return prompt.strip()
+    said = [message["content"] for message in prompt if message["role"] != "system"]
+    if "prompt" not in row:  # a whole chat: its first question
+        said = said[:1]
+    return "\n".join(text.strip() if isinstance(text, str) else repr(text) for text in said)
 
 
 def held_out_sources(recipe: Recipe, given: UserInputs) -> dict[str, TaskSource]:
     """Held-out sources by name; `held_out_tasks` picks the tasks to evaluate."""
-    sources: list[Any] = [source for source, _ in _mix(given.held_out)] if given.held_out is not None else []
-    sources = sources or list(recipe.evaluate.tasks)
+    sources = sources_of(recipe.evaluate.tasks, given.held_out)
     try:
-        opened = [_open(each, recipe, split="held_out") for each in sources]
+        opened = [each.open(recipe, split="held_out") for each in sources]
     except TaskError as error:
         raise TaskError(f"held-out {error}") from error
     return dict(zip(_names(sources), opened, strict=True))
+
+
+def num_examples(recipe: Recipe, sources: Sequence[TaskSource]) -> int:
+    """Rows that SFT learns from in all; with `sft.epochs` all sources have an end."""
+    if not recipe.sft.epochs:
+        return recipe.sft.steps * recipe.sft.batch
+    return max(1, round(recipe.sft.epochs * sum(len(source.rows) for source in sources if isinstance(source, RowSource))))
+
+
+def held_out_examples(recipe: Recipe, given: UserInputs) -> list[TaskSource]:
+    """What SFT measures its held-out loss on."""
+    sources = sources_of(recipe.sft.held_out, given.sft_held_out)
+    return [each.open(recipe, split="held_out", is_sft=True) for each in sources]
 
 
 def check_task_columns(sources: Iterable[TaskSource], rewards: Sequence[RewardFunction], *, kind: str = "") -> None:
@@ -193,37 +388,25 @@ def check_task_columns(sources: Iterable[TaskSource], rewards: Sequence[RewardFu
 
 
 def _check_row(row: dict[str, Plain], rewards: Sequence[RewardFunction], *, where: str) -> None:
-    for name in _RESERVED & row.keys():
+    for name in RESERVED & row.keys():
         what = f"{where} has a column {name!r}, the name under which rewards get what the policy answered"
         raise ConfigError(f"{what}; rename the column, for example to 'answer'")
     for reward in rewards:
-        for name in reward.required:
+        for name in reward.signature.given & row.keys():
+            what = f"reward {reward.name!r} asks for {name!r} of the policy's answer, but {where} has a column of that name"
+            raise ConfigError(f"{what}; rename the column")
+        for name in reward.signature.required:
             if name not in row:
                 what = f"reward {reward.name!r} takes {name!r}, which {where} does not have (it has: {', '.join(row)})"
-                raise ConfigError(f"{what}; add the column to every row, or give the parameter {name} a default value")
+                fix = f"set reward.options.{reward.name}.{name}, or give the parameter {name} a default value"
+                raise ConfigError(f"{what}; add the column to every row, {fix}")
 
 
-def _mix(tasks: Any) -> list[tuple[Any, float]]:  # noqa: ANN401
-    """(source, weight) pairs from any form of `UserInputs.tasks`."""
-    if isinstance(tasks, list) and tasks and all(isinstance(task, tuple) and len(task) == 2 for task in tasks):
-        return [(source, float(weight)) for source, weight in tasks]
-    if isinstance(tasks, list) and tasks and all(isinstance(task, str) for task in tasks):
-        return [(source, 1.0) for source in tasks]
-    return [(tasks, 1.0)]
-
-
-def _names(sources: list[Any]) -> list[str]:
-    """A unique name for each source, after its file or built-in task."""
+def _names(sources: list[Source]) -> list[str]:
+    """A unique name for each source, after its file, dataset or built-in task."""
     names: list[str] = []
-    for source in sources:
-        text = getattr(source, "source", source)
+    for text, *_ in sources:
         name = Path(str(text).rpartition(":")[2]).stem if isinstance(text, str | Path) else "tasks"
         number = sum(other.partition("#")[0] == name for other in names)
         names.append(f"{name}#{number + 1}" if number else name)
     return names
-
-
-def _open(source: Any, recipe: Recipe, *, split: str) -> Any:  # noqa: ANN401
-    if isinstance(source, TaskSettings):
-        return open_source(source.source, seed=recipe.seed, split=split, options=source.options)
-    return open_source(source, seed=recipe.seed, split=split)

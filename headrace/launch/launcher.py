@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import random
 import shutil
@@ -11,12 +12,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from headrace.envs import PromptEncoder
+from headrace.imports import import_name
 from headrace.launch.build import preflight
 from headrace.launch.folder import find_folder, locked, logged, prepare_folder, rescue_folder, set_aside, write_summary
 from headrace.launch.forecast import NUM_CHECKED_PROMPTS, forecast_memory, longest_prompt
@@ -25,20 +27,27 @@ from headrace.launch.inputs import UserInputs, fingerprint_inputs, held_out_task
 from headrace.launch.local import LocalProcesses
 from headrace.launch.placement import set_threads
 from headrace.launch.process import RestartBudget, TrainerLost
+from headrace.launch.sft import METRICS
+from headrace.launch.start_model import copy_model, model_folder
 from headrace.launch.stop import StopRequest, sigterm_as_interrupt
-from headrace.launch.warmup import model_folder
+from headrace.lora import KEPT_BASE
 from headrace.model import ModelShape, config_limit, load_config, load_tokenizer
 from headrace.observe import Observer, final_report, open_screen
-from headrace.run import CheckpointStore, Session, checkpoints_in
+from headrace.run import CallbackError, Callbacks, CheckpointStore, Session, changes_in, checkpoints_in, replay
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
 from headrace.user_code import then_end_tasks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from headrace.config import Recipe
     from headrace.launch.forecast import Forecast
+    from headrace.observe import Sink
     from headrace.records import Episode, Plain
-    from headrace.run import Checkpoint
+    from headrace.run import Change, Checkpoint
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,34 +86,38 @@ class Launch:
     command: str = ""
     """What the user typed, shown in errors so that it can be repeated."""
     stop: StopRequest = field(default_factory=StopRequest)
+    callbacks: tuple[Any, ...] = ()
+    """The caller's objects, or names of their classes."""
+    requests: Sequence[Change] = ()
+    """Changes of settings asked for through a handle, which appends to them."""
+    listener: Sink | None = None
+    """Gets the metrics of every version too."""
 
 
 def launch(recipe: Recipe, given: UserInputs, how: Launch) -> RunResult:
     """Train a recipe to its end, resuming the same command's unfinished run. If interrupted, save and raise
     `KeyboardInterrupt`, so that a script of several runs stops too."""
-    launcher = Launcher(recipe, given.settled(), how)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        result = launcher.launch()
-    else:
-        result = _in_thread(launcher)
+    result = outside_event_loop(Launcher(recipe, given.settled(), how).launch, how.stop)
     if result.summary["status"] == "interrupted":
         raise KeyboardInterrupt(f"the run in {result.folder} is saved; the same command resumes it")
     return result
 
 
-def _in_thread(launcher: Launcher) -> RunResult:
-    """For a caller inside an event loop, such as a notebook: the run gets a thread with its own event loop, and interrupts are
-    passed on to it. The caller's own signal handlers are restored when the run has ended."""
+def outside_event_loop(call: Callable[[], T], stop: StopRequest) -> T:
+    """For a caller inside an event loop, such as a notebook, `call` gets a thread, in which it can start its own event loop,
+    and interrupts are passed on to it as stop requests. The caller's own signal handlers are restored when it has ended."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
     with sigterm_as_interrupt(), ThreadPoolExecutor(max_workers=1) as thread:
-        future = thread.submit(launcher.launch)
+        future = thread.submit(call)
         while True:
             try:
                 return future.result()
             except KeyboardInterrupt:
-                launcher.how.stop.make()
-                if launcher.how.stop.num_made > 1:
+                stop.make()
+                if stop.num_made > 1:
                     raise
 
 
@@ -116,23 +129,27 @@ class Launcher:
         self.started = how.command_started or time.perf_counter()
         self.screen = open_screen(steps=recipe.steps, quiet=how.quiet)
         self.seconds: dict[str, float] = {}
-        """How long setup and warm-up took."""
+        """How long setup and SFT (`warmup`) took."""
         self._restarts = RestartBudget("train.restarts", recipe.train.restarts, window=math.inf)
         """Of the trainer from the same checkpoint."""
+        named = (import_name(each, setting="callbacks") if isinstance(each, str) else each for each in how.callbacks)
+        self.callbacks = Callbacks(tuple(named), in_thread=not recipe.is_inline, deadline=recipe.deadline)
 
     def launch(self) -> RunResult:
         recipe, how = self.recipe, self.how
         set_threads(recipe)
-        preflight(recipe, self.given)
+        about_inputs = preflight(recipe, self.given)
         inputs = fingerprint_inputs(recipe, self.given)
-        notes = self._choose_folder(inputs)
-        with locked(self.folder), logged(self.folder), sigterm_as_interrupt():
+        notes = [*self._choose_folder(inputs), *about_inputs]
+        with contextlib.closing(self.callbacks), locked(self.folder), logged(self.folder), sigterm_as_interrupt():
             prepare_folder(self.folder, recipe, recipe_text=how.recipe_text, inputs=inputs)
-            with (Inline if recipe.is_inline else LocalProcesses)(recipe, self.folder) as orchestration:
+            with (LocalProcesses if recipe.steps and not recipe.is_inline else Inline)(recipe, self.folder) as orchestration:
                 self.screen.say("\n".join([f"run        {self.folder}", *notes]))
                 self.seconds["setup"] = time.perf_counter() - self.started
-                with model_folder(recipe, self.given, say=self.screen.say) as path:
+                with model_folder(recipe, self.given, say=self.screen.say, stop=how.stop, keep=self._kept_base()) as path:
                     self.seconds["warmup"] = time.perf_counter() - self.started - self.seconds["setup"]
+                    if not recipe.steps:
+                        return self._only_sft(Path(path))
                     self._seed()
                     return asyncio.run(then_end_tasks(self._run(path, orchestration)))
 
@@ -145,7 +162,8 @@ class Launcher:
                 if name and (place := Path(name).resolve()).exists() and place.is_relative_to(how.run_dir.resolve()):
                     raise ConfigError(f"{key} = {name!r} is in {how.run_dir}, which --fresh moves; give another --run-dir")
             notes.append(f"moved      the run before is now in {set_aside(how.run_dir)}")
-        self.folder, found = find_folder(how.name, recipe, inputs=inputs, run_dir=how.run_dir, fresh=how.fresh)
+        self.folder, found, told = find_folder(how.name, recipe, inputs=inputs, run_dir=how.run_dir, fresh=how.fresh)
+        notes += told
         self.identity = recipe.hash
         if how.fresh:
             shutil.rmtree(rescue_folder(self.folder), ignore_errors=True)  # of a run that was removed from here
@@ -153,8 +171,29 @@ class Launcher:
             self.identity = found.summary.get("config_hash", recipe.hash)
             saved = checkpoints_in(self.folder / "checkpoints", rescue_folder(self.folder))
             version = int(saved[-1].name.removeprefix("step-")) if saved else 0
-            notes += found.check(recipe, version=version, resume_anyway=how.resume_anyway)
+            now = replay(recipe, changes_in(saved[-1])) if saved else recipe
+            notes += found.check(now, version=version, resume_anyway=how.resume_anyway)
         return notes
+
+    def _kept_base(self) -> Path | None:
+        """Where the run keeps the model that its adapters belong to, should that be made here; only its checkpoints need it."""
+        if not self.recipe.lora.is_on or not self.recipe.steps:
+            return None
+        base = self.folder / KEPT_BASE
+        if not checkpoints_in(self.folder / "checkpoints", rescue_folder(self.folder)):
+            shutil.rmtree(base, ignore_errors=True)
+        return base
+
+    def _only_sft(self, made: Path) -> RunResult:
+        """The result of a run without RL: the fine-tuned model, copied out of the cache."""
+        target = self.folder / "model"
+        copy_model(made, target)
+        metrics = json.loads((target / METRICS).read_text())
+        summary = {"status": "finished", "config_hash": self.identity, "steps": 0, "version": 0, "sft": metrics}
+        summary |= {"seconds": self.seconds, "checkpoint": str(target)}
+        write_summary(self.folder, summary)
+        self.screen.say(f"finished   SFT in {self.seconds['warmup']:.1f} s; the model is in {target}")
+        return RunResult(folder=self.folder, summary=summary, samples=())
 
     async def _run(self, model_path: str, orchestration: Inline | LocalProcesses) -> RunResult:
         """Open a session, resumed from the last checkpoint if there is one, and train; if the trainer's process is lost, open
@@ -175,8 +214,9 @@ class Launcher:
                             assert isinstance(orchestration, LocalProcesses)
                             roles = await orchestration.restart_trainer(observer=observer, lineage=lineage)
                             self._seed()
+                        changes = [] if checkpoint is None else changes_in(checkpoint.folder)
                         session = Session(
-                            recipe=self.recipe,
+                            recipe=replay(self.recipe, changes),
                             roles=roles,
                             lineage=lineage,
                             observer=observer,
@@ -185,6 +225,9 @@ class Launcher:
                             command_started=self.started,
                             identity=self.identity,
                             forecast=expected,
+                            callbacks=self.callbacks,
+                            changes=changes,
+                            requests=self.how.requests,
                         )
                         if checkpoint is not None:
                             await self._restore(session, checkpoint)
@@ -195,7 +238,11 @@ class Launcher:
                         has_trainer, began, before = False, time.perf_counter(), checkpoint
                         observer.close()
                         store, checkpoint, lineage = await asyncio.to_thread(self._find_checkpoint)
-                        await self._before_restart(lost, before, checkpoint)
+                        try:
+                            await self._before_restart(lost, before, checkpoint)
+                        except Exception:
+                            await self._end_after_failure(session)
+                            raise
                         observer = self._observe(checkpoint, orchestration)
         self.screen.say(final_report(summary, session.policy.ledger.equation(), _sample_texts(session), folder=self.folder))
         return RunResult(folder=self.folder, summary=summary, samples=session.samples)
@@ -210,6 +257,7 @@ class Launcher:
             restored=None if checkpoint is None else checkpoint.version,
             config=to_dict(self.recipe),
             elsewhere=orchestration.reporting_roles,
+            listener=self.how.listener,
         )
 
     def _seed(self) -> None:
@@ -251,8 +299,8 @@ class Launcher:
         return store, checkpoint, Lineage(manifest["lineage"], manifest["ancestors"]).after_restart(checkpoint.version)
 
     def _forecast(self, model_path: str, held_out: dict[str, list[dict[str, Plain]]]) -> Forecast:
-        tasks, encoder = open_tasks(self.recipe, self.given), PromptEncoder(load_tokenizer(model_path))
-        rows = (tasks.next() for _ in range(NUM_CHECKED_PROMPTS))
+        tasks, encoder = open_tasks(self.recipe, self.given), PromptEncoder(load_tokenizer(model_path, self.recipe.model))
+        rows = (tasks.next().row for _ in range(NUM_CHECKED_PROMPTS))
         config = load_config(model_path)
         return forecast_memory(
             self.recipe,
@@ -279,17 +327,23 @@ class Launcher:
 
         def stop() -> None:
             self.screen.say("stopping after this version; once more to stop at once")
-            session.run.stop()
+            if self.how.stop.by:
+                session.stop(self.how.stop.by)
+            else:
+                session.run.stop()
 
         try:
             with self.how.stop.heard_by(stop):
                 await session.train()
-            status = "finished" if session.policy.version >= self.recipe.steps else "interrupted"
+            is_finished = session.policy.version >= session.recipe.steps
+            status = "finished" if is_finished else "stopped" if session.stopped_by else "interrupted"
             if status == "finished":
                 session.policy.ledger.close()
                 session.store.clear_rescued()
             await session.roles.refresh()
+            await session.end(status)
         except Exception as error:
+            status = "failed"
             if session.roles.trainer.is_lost:
                 with contextlib.suppress(Exception):  # the trainer may have been lost before it had written its weights
                     await session.saved()
@@ -300,6 +354,7 @@ class Launcher:
                     self.screen.say(f"and version {session.policy.version} could not be saved: {second}")
             if not isinstance(error, TrainerLost):
                 self._add_way_on(error, session.resumes_from)
+                await self._end_after_failure(session)
             raise
         finally:
             summary = session.summary(status, seconds=self.seconds)
@@ -307,6 +362,12 @@ class Launcher:
                 write_summary(self.folder, summary)
             session.observer.close()
         return summary
+
+    async def _end_after_failure(self, session: Session) -> None:
+        try:
+            await session.end("failed")
+        except CallbackError as second:
+            self.screen.say(f"and {second}")  # the first failure is raised
 
     def _add_way_on(self, error: Exception, version: int) -> None:
         command = f": {self.how.command}" if self.how.command else ""

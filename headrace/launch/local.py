@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import sys
@@ -32,6 +33,7 @@ from headrace.launch.process import (
     TrainerLost,
 )
 from headrace.leftovers import Claim, sweep
+from headrace.model import adapter_shapes, bytes_per_number
 from headrace.rpc import Listener, RemoteError, StreamClosed, socket_place
 from headrace.score import RewardWorkers
 from headrace.settings import to_dict
@@ -66,8 +68,9 @@ class LocalProcesses:
 
     reporting_roles = ("engine", "trainer")
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self._recipe, self._folder = recipe, folder
+    def __init__(self, recipe: Recipe, folder: Path, *, trains: bool = True) -> None:
+        """Without a trainer unless it `trains`."""
+        self._recipe, self._folder, self._trains = recipe, folder, trains
         self.prefix = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
         self._shared_folder = shared_folder(recipe.sync.folder)
         self._transport = TransportConfig(
@@ -111,7 +114,8 @@ class LocalProcesses:
             sweep(place)
         try:
             self.engines = [self.start_process("engine", index) for index in range(self._recipe.engine.num_engines)]
-            self.trainer = self.start_process("trainer", 0)
+            if self._trains:
+                self.trainer = self.start_process("trainer", 0)
         except BaseException:
             self._kill_all()
             raise
@@ -178,7 +182,9 @@ class LocalProcesses:
         """Connect all processes and load their models in parallel; the first failure is raised. When the block ends they end by
         themselves; if it was interrupted, they are killed."""
         recipe = self._recipe
-        weight_bytes = count_parameters(Path(model_path)) * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+        adapter = adapter_shapes(recipe.model, recipe.lora) if recipe.lora.is_on else {}
+        num_sent = sum(map(math.prod, adapter.values())) or count_parameters(Path(model_path))
+        weight_bytes = num_sent * bytes_per_number(recipe.model.dtype)
         transport_class(self._transport.transport).check_space(self._transport, weight_bytes)
         self._build = {"recipe": to_dict(recipe), "model": model_path, "most_blocks": most_blocks}
         self._serve(observer, lineage)
@@ -188,7 +194,8 @@ class LocalProcesses:
                 sys.setswitchinterval(_SWITCH_SECONDS)
                 watching.callback(self._cancel_tasks)
                 log = watching.enter_context((self._folder / "logs" / "launcher.log").open("a"))
-                workers = RewardWorkers(recipe.reward.workers, timeout=recipe.reward.timeout, stacks=log)
+                reward = recipe.reward
+                workers = RewardWorkers(reward.workers, timeout=reward.timeout, stacks=log, num_processes=reward.processes)
                 watching.callback(workers.close)
                 yield await self._connect_all(model_path, given, workers)
         except Exception:
@@ -223,9 +230,10 @@ class LocalProcesses:
             losses=self._losses,
         )
         starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(self.start_engine(each)) for each in self.engines]
-        starting.append(asyncio.ensure_future(self._start(self.trainer)))
+        if self._trains:
+            starting.append(asyncio.ensure_future(self._start(self.trainer)))
         try:
-            roles = self._roles_with(self.trainer)
+            roles = self._roles_with(self.trainer) if self._trains else self._make_roles(trainer=None)
             engine, *_ = await asyncio.gather(*starting)
         except BaseException:
             for task in starting:

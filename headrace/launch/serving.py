@@ -14,9 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.utils import logging as transformers_logging
 
-from headrace.engine import CompletionServer, EngineCore, NativeEngine, ServedModel, decoder_of, stop_tokens, url_of
+from headrace.engine import (
+    CompletionServer,
+    EngineCore,
+    HeldAdapter,
+    NativeEngine,
+    ServedModel,
+    decoder_of,
+    stop_tokens,
+    url_of,
+)
 from headrace.launch.placement import pick_device
 from headrace.launch.stop import StopRequest
+from headrace.lora import AdapterError, add_adapter, base_of, read_settings
 from headrace.model import ModelSettings, context_limit, load_model, load_tokenizer, tiny
 from headrace.observe import Timeline
 from headrace.run import FORMAT, MANIFEST
@@ -28,7 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future
 
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from headrace.lora import LoraSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,27 +58,64 @@ class ServeOptions:
     threads: int
     api_token: str | None
     control_token: str | None
+    adapters: tuple[tuple[str, str], ...] = ()
+    """(name, folder) of each."""
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> int:
     """Load the model, serve on `listener` until SIGINT or SIGTERM, and return the exit status."""
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     with contextlib.closing(listener):
-        core, tokenizer = _load(options)
-        return asyncio.run(_serve(options, core, tokenizer, listener))
+        core, tokenizer, adapters = _load(options)
+        return asyncio.run(_serve(options, core, tokenizer, adapters, listener))
 
 
-def _load(options: ServeOptions) -> tuple[EngineCore, PreTrainedTokenizerBase]:
+def _load(options: ServeOptions) -> tuple[EngineCore, PreTrainedTokenizerBase, dict[str, HeldAdapter]]:
     try:
+        settings = _check_adapters(options)
         with _model_folder(options) as path:
             tokenizer = load_tokenizer(path)
             model = load_model(path, dtype=options.dtype, device=pick_device(options.device))
+        adapters = {} if settings is None else _read_adapters(options, model, settings)
         context = context_limit(model, options.context)
         core = EngineCore(model, name="engine-0", slots=options.slots, context=context, decode=decoder_of(tokenizer))
     except ValueError as error:  # the model is missing, unsupported or too large
         raise ConfigError(str(error)) from error
     core.version, core.lineage = _identity(Path(options.model))
-    return core, tokenizer
+    return core, tokenizer, adapters
+
+
+def _check_adapters(options: ServeOptions) -> LoraSettings | None:
+    """The settings that all adapters have; None if there are none. Nothing is loaded yet."""
+    found: LoraSettings | None = None
+    for name, folder in options.adapters:
+        settings, base = read_settings(folder), base_of(folder)
+        if base_of(options.model):
+            raise ConfigError(f"--adapter {name}: {options.model} is an adapter itself; serve the model it belongs to")
+        are_folders = [Path(each).is_dir() for each in (base, options.model)]
+        if (all(are_folders) and not Path(base).samefile(options.model)) or (not any(are_folders) and base != options.model):
+            raise ConfigError(f"--adapter {name}: it belongs to {base}, and not to {options.model}; serve that model")
+        if found is not None and settings.to_plain() != found.to_plain():
+            first, theirs = options.adapters[0][0], found.to_plain()
+            raise ConfigError(
+                f"--adapter {name}: it has {settings.to_plain()}, and {first!r} has {theirs}; serve them apart, or merge one"
+            )
+        found = found or settings
+    return found
+
+
+def _read_adapters(options: ServeOptions, model: PreTrainedModel, settings: LoraSettings) -> dict[str, HeldAdapter]:
+    """The adapters by name. The model's own changes nothing: it is the base."""
+    own, found = add_adapter(model, settings), {}
+    own.turn_off()
+    some = next(own.parameters())
+    for name, folder in options.adapters:
+        try:
+            tensors = {key: tensor.to(some.device, some.dtype) for key, tensor in own.read(Path(folder)).items()}
+        except AdapterError as error:
+            raise ConfigError(f"--adapter {name}: {error}") from error
+        found[name] = HeldAdapter(_identity(Path(folder))[0], tensors)
+    return found
 
 
 @contextlib.contextmanager
@@ -92,7 +141,13 @@ def _identity(folder: Path) -> tuple[int, str]:
     return 0, ""
 
 
-async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedTokenizerBase, listener: socket.socket) -> int:
+async def _serve(
+    options: ServeOptions,
+    core: EngineCore,
+    tokenizer: PreTrainedTokenizerBase,
+    adapters: dict[str, HeldAdapter],
+    listener: socket.socket,
+) -> int:
     """Waits for a stop signal or an engine failure."""
     loop, stopped, url = asyncio.get_running_loop(), asyncio.Event(), url_of(listener)
     engine = NativeEngine(core, sync=WeightSync(Lineage.new(), MemoryTransport()), timeline=Timeline("engine"))
@@ -102,6 +157,7 @@ async def _serve(options: ServeOptions, core: EngineCore, tokenizer: PreTrainedT
         stop_ids=stop_tokens(core.model.generation_config, tokenizer),
         context=core.context,
         vocabulary=int(core.model.config.get_text_config().vocab_size),
+        adapters=adapters,
     )
     server = CompletionServer(
         engine,

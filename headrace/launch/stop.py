@@ -19,12 +19,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.num_made = 0
+        self.by = ""
+        """Who made it, if not a signal."""
         self._on_first: Callable[[], object] | None = None
         self._on_second: Callable[[], object] | None = None
 
-    def make(self) -> None:
+    def make(self, by: str = "") -> None:
         """From any thread."""
-        self.num_made += 1
+        self.num_made, self.by = self.num_made + 1, self.by or by
         act = self._on_first if self.num_made == 1 else self._on_second
         if act is not None:
             act()
@@ -43,7 +45,19 @@ class StopRequest:
             self._on_second = None
 
     @contextlib.contextmanager
-    def heard_by(self, stop: Callable[[], None]) -> Iterator[None]:
+    def requested_by_others(self, stop: Callable[[], object]) -> Iterator[None]:
+        """In this block, a request of another thread calls `stop` in this event loop; signals stay as they are."""
+        loop = asyncio.get_running_loop()
+        self._on_first = self._on_second = lambda: loop.call_soon_threadsafe(stop)
+        if self.num_made:  # before this block started
+            stop()
+        try:
+            yield
+        finally:
+            self._on_first = self._on_second = None
+
+    @contextlib.contextmanager
+    def heard_by(self, stop: Callable[[], object]) -> Iterator[None]:
         """In this block, the first signal or request calls `stop` in this event loop."""
         loop = asyncio.get_running_loop()
         signals = _SIGNALS if threading.current_thread() is threading.main_thread() else ()

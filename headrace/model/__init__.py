@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.model.arena import Arena, Slot, allocate_bytes, arena_bytes, held_tensors, lay_out
+    from headrace.lora import adapter_of
+    from headrace.model.arena import ALIGNMENT, Arena, Slot, allocate_bytes, arena_bytes, held_tensors, lay_out
     from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, layer_of, make_context
     from headrace.model.fused_head import AllowedTokens, Scaling
     from headrace.model.head import Head
     from headrace.model.kernels.softcap import capped
     from headrace.model.load import (
         ModelError,
+        adapter_shapes,
         config_limit,
         context_limit,
         has_experts,
@@ -28,13 +30,15 @@ if TYPE_CHECKING:
         load_model,
         load_tokenizer,
         narrow,
+        parameter_shapes,
         prepare,
         served_dtype,
+        set_template,
     )
-    from headrace.model.packing import Packed, pack, score
+    from headrace.model.packing import Packed, pack, replaying, score
     from headrace.model.pass_planning import Unit, members_of, num_rows, plan_passes
-    from headrace.model.routers import Routers, find_readable_routers
-    from headrace.model.settings import ModelSettings
+    from headrace.model.routers import Routers, check_recorded, find_readable_routers
+    from headrace.model.settings import ModelSettings, bytes_per_number
     from headrace.model.shape import ModelShape
     from headrace.model.tiny import build_config, build_folder, build_tokenizer
     from headrace.model.weights import (

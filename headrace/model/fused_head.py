@@ -185,22 +185,24 @@ class AllTokens:
             part.copy_(shares)
         return logprobs.masked_fill(logprobs < _OUT_OF_REACH / 2, float("-inf")), entropies, totals
 
-    def add_gradients(self, sums: Gradients, span: slice, totals: Tensor, slopes: Tensor) -> None:
-        """Add the gradients of Σ slopes · logprobs."""
+    def add_gradients(self, sums: Gradients, span: slice, totals: Tensor, slopes: Slopes) -> None:
+        """Add the gradients of Σ slopes · logprobs, and of the entropies' part if they have slopes."""
         weight, wide = self._weight, torch.float32
-        of_logits = self._differentiate(totals, slopes.contiguous())
+        of_logits = self._differentiate(totals, slopes)
         rows = self._hidden.to(weight.dtype)
         if of_logits.is_cuda and of_logits.dtype != wide:
             sums.hidden[span] = of_logits @ weight
-            torch.addmm(sums.weight, of_logits.t(), rows, out_dtype=wide, out=sums.weight)
+            if sums.weight is not None:
+                torch.addmm(sums.weight, of_logits.t(), rows, out_dtype=wide, out=sums.weight)
         else:
             sums.hidden[span] = of_logits.to(wide) @ weight.to(wide)
-            sums.weight.addmm_(of_logits.to(wide).t(), rows.to(wide))
+            if sums.weight is not None:
+                sums.weight.addmm_(of_logits.to(wide).t(), rows.to(wide))
         if sums.bias is not None:
             sums.bias.add_(of_logits.sum(dim=0, dtype=wide))
 
-    def _differentiate(self, totals: Tensor, slopes: Tensor) -> Tensor:
-        """[rows, vocabulary] in the weight's dtype: the gradient of Σ slopes · logprobs by the logits."""
+    def _differentiate(self, totals: Tensor, slopes: Slopes) -> Tensor:
+        """[rows, vocabulary] in the weight's dtype: the gradient by the logits. That of an entropy H is −p (log p + H)."""
         scaling, dtype = self._targets.scaling, self._weight.dtype
         if self._logits.is_cuda:
             from headrace.model.kernels.head import backward_rows
@@ -212,8 +214,14 @@ class AllTokens:
             if not self._is_softmax:
                 _apply_sampling(part, given)
                 part.sub_(totals[span].unsqueeze(1)).exp_()
-            factors = (slopes[span] / given.temperatures).unsqueeze(1)
+            factors, of_entropy = (slopes.logprobs[span] / given.temperatures).unsqueeze(1), None
+            if slopes.entropies is not None:
+                entropies, by_entropies = (each[span].unsqueeze(1) for each in slopes.entropies)
+                of_entropy = torch.xlogy(part, part).addcmul_(part, entropies)
+                of_entropy.mul_(by_entropies / given.temperatures.unsqueeze(1))
             part.mul_(-factors).scatter_add_(1, given.ids.unsqueeze(1), factors)
+            if of_entropy is not None:
+                part.sub_(of_entropy)
             if scaling != _PLAIN:
                 part.mul_(scaling.slope(self._scaled[span]))
         return self._work.to(dtype)
@@ -275,32 +283,51 @@ class FewTokens:
         chosen = empty.scatter_reduce(0, rows, logits.masked_fill(~self._is_target, float("-inf")), "amax")
         return chosen - totals, entropies, totals
 
-    def add_gradients(self, sums: Gradients, span: slice, totals: Tensor, slopes: Tensor) -> None:
-        shares = torch.exp(self._logits - totals.index_select(0, self._rows))
-        slopes_of_pairs = (self._is_target.float() - shares) * slopes.index_select(0, self._rows)
+    def add_gradients(self, sums: Gradients, span: slice, totals: Tensor, slopes: Slopes) -> None:
+        logprobs = self._logits - totals.index_select(0, self._rows)
+        shares = logprobs.exp()
+        slopes_of_pairs = (self._is_target.float() - shares) * slopes.logprobs.index_select(0, self._rows)
+        if slopes.entropies is not None:
+            entropies, by_entropies = (each.index_select(0, self._rows) for each in slopes.entropies)
+            slopes_of_pairs -= shares * (logprobs + entropies) * by_entropies
         of_logits = slopes_of_pairs / self._temperatures * self._targets.scaling.slope(self._scaled)
-        to_hidden = torch.zeros(sums.hidden[span].shape, dtype=torch.float32, device=slopes.device)
+        to_hidden = torch.zeros(sums.hidden[span].shape, dtype=torch.float32, device=totals.device)
         sums.hidden[span] = to_hidden.index_add_(0, self._rows, self._columns * of_logits.unsqueeze(1))
-        sums.weight.index_add_(0, self._ids, self._hidden * of_logits.unsqueeze(1))
+        if sums.weight is not None:
+            sums.weight.index_add_(0, self._ids, self._hidden * of_logits.unsqueeze(1))
         if sums.bias is not None:
             sums.bias.index_add_(0, self._ids, of_logits)
 
 
+class Slopes(NamedTuple):
+    """A loss's derivatives by the logprob of each row and, if it uses them, by entropies, which come with their values."""
+
+    logprobs: Tensor
+    entropies: tuple[Tensor, Tensor] | None = None  # values, derivatives
+
+    @classmethod
+    def of(cls, by_logprobs: Tensor, by_entropies: Tensor | None, entropies: Tensor) -> Slopes:
+        return cls(by_logprobs.contiguous(), None if by_entropies is None else (entropies, by_entropies.contiguous()))
+
+
 class Gradients(NamedTuple):
-    """Of hidden states; and of weight and bias, summed over chunks in float32."""
+    """Of hidden states; and of weight and bias, summed over chunks in float32, unless the weight is frozen."""
 
     hidden: Tensor
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
 
     @classmethod
-    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, gathered: Tensor | None = None) -> Gradients:
-        to_weight = torch.zeros_like(weight, dtype=torch.float32) if gathered is None else gathered
-        return cls(torch.empty_like(hidden), to_weight, None if bias is None else torch.zeros_like(bias, dtype=torch.float32))
+    def zeros(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, is_frozen: bool, gathered: Tensor | None = None
+    ) -> Gradients:
+        if gathered is None and not is_frozen:
+            gathered = torch.zeros_like(weight, dtype=torch.float32)
+        return cls(torch.empty_like(hidden), gathered, None if bias is None else torch.zeros_like(bias, dtype=torch.float32))
 
 
 class Logprobs(torch.autograd.Function):
-    """(logprob of each target, entropy of each row); only the first has a gradient."""
+    """(logprob of each target, entropy of each row)."""
 
     @staticmethod
     def forward(
@@ -314,26 +341,30 @@ class Logprobs(torch.autograd.Function):
         spans = chunk.spans(weight, targets)
         parts = [chunk(hidden[span], weight, bias, targets[span]).read() for span in spans]
         logprobs, entropies, totals = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, totals)
+        ctx.save_for_backward(hidden, weight, bias, totals, entropies)
         ctx.targets, ctx.chunk, ctx.spans = targets, chunk, spans
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)  # no zeros for entropies that the loss does not use
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, slopes: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        hidden, weight, bias, totals = ctx.saved_tensors
-        sums = Gradients.zeros(hidden, weight, bias)
+    def backward(ctx: Any, by_logprobs: Tensor | None, by_entropies: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        hidden, weight, bias, totals, entropies = ctx.saved_tensors
+        by_logprobs = torch.zeros_like(totals) if by_logprobs is None else by_logprobs
+        sums = Gradients.zeros(hidden, weight, bias, is_frozen=not ctx.needs_input_grad[1])
         for span in ctx.spans:
             chunk = ctx.chunk(hidden[span], weight, bias, ctx.targets[span])
-            chunk.add_gradients(sums, span, totals[span], slopes[span])
-        return sums.hidden, sums.weight.to(weight.dtype), None if sums.bias is None else sums.bias.to(bias.dtype), None, None
+            of_span = by_entropies if by_entropies is None else by_entropies[span]
+            chunk.add_gradients(sums, span, totals[span], Slopes.of(by_logprobs[span], of_span, entropies[span]))
+        to_weight = None if sums.weight is None else sums.weight.to(weight.dtype)
+        return sums.hidden, to_weight, None if sums.bias is None else sums.bias.to(bias.dtype), None, None
 
 
 class LossGradient(Protocol):
     """A loss, by its derivative."""
 
-    def __call__(self, start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        """[stop - start]: the loss's derivative by each logprob. `LogprobsWithLoss` calls it once per chunk, in order."""
+    def __call__(self, start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[stop - start] each: the loss's derivative by logprobs, and by entropies if it uses them. `LogprobsWithLoss` calls it
+        once per chunk, in order."""
 
 
 class LogprobsWithLoss(torch.autograd.Function):
@@ -351,11 +382,12 @@ class LogprobsWithLoss(torch.autograd.Function):
         judge: LossGradient,
         gathered: Tensor | None,
     ) -> Tensor:
-        sums = Gradients.zeros(hidden, weight, bias, gathered=gathered)
+        sums = Gradients.zeros(hidden, weight, bias, is_frozen=not ctx.needs_input_grad[1], gathered=gathered)
         for span in spans:
             chunk = AllTokens(hidden[span], weight, bias, targets[span])
             logprobs, entropies, totals = chunk.read()
-            chunk.add_gradients(sums, span, totals, judge(span.start, span.stop, logprobs, entropies))
+            slopes = Slopes.of(*judge(span.start, span.stop, logprobs, entropies), entropies)
+            chunk.add_gradients(sums, span, totals, slopes)
         ctx.save_for_backward(sums.hidden, sums.weight if gathered is None else None, sums.bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return hidden.new_zeros((), dtype=torch.float32)

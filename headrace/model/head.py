@@ -68,7 +68,7 @@ class Head:
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, *, allowed: AllowedTokens | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(logprob of each target, detached entropy of each row); gradients flow to hidden states and head."""
+        """(logprob of each target, entropy of each row); gradients flow to hidden states and head."""
         if not len(targets):
             return hidden.sum(dim=1, dtype=torch.float32), temperatures.new_zeros(0)
         is_few = allowed is not None and not self._exact and allowed.is_few(self.vocabulary)

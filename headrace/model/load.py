@@ -6,6 +6,7 @@ Weights are read from safetensors alone, since pickles run code as they load, an
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +16,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_NAME, logging as transformers_logging
 
-from headrace.model import attention
+from headrace.lora import Adapter, add_adapter, base_of, find_targets, read_settings, read_tensors
+from headrace.model import attention, tiny
 from headrace.model.arena import held_tensors
 from headrace.model.head import Head
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from headrace.lora import LoraSettings
+    from headrace.model.settings import ModelSettings
 
 _WIDE = "headrace_wide_residual"
 _MATRIX = 2
@@ -46,17 +51,48 @@ def lacks_safetensors(path: str) -> ModelError:
     )
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder or on the hub."""
+def load_tokenizer(path: str, settings: ModelSettings | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or on the hub, with the chat template and its variables that `settings` give."""
+    if not (Path(path) / "tokenizer_config.json").is_file():  # PEFT saves an adapter without its model's
+        path = base_of(path) or path
     with _explained(path, "tokenizer"):
         tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path, trust_remote_code=False))
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # transformers makes an empty one if files are missing
         raise ModelError(f"model.path = {path!r}: there is no tokenizer with it; put tokenizer.json beside the weights")
+    if settings is not None:
+        set_template(tokenizer, settings)
     return tokenizer
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> None:
+    """Use the settings' chat template and give it their variables as defaults. They become part of the template, so that no
+    caller can forget them and a checkpoint behaves in any server as it was trained; a caller's own variables still win."""
+    if settings.chat_template:
+        tokenizer.chat_template = Path(settings.chat_template).read_text(encoding="utf-8")
+    before: Any = tokenizer.chat_template
+    if not settings.chat_template_kwargs or before is None:
+        return
+    defaults = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {_jinja(value)} %}}{{% endif +%}}"  # +: keeps a newline after it
+        for name, value in sorted(settings.chat_template_kwargs.items())
+    )
+    templates = before if isinstance(before, dict) else {"": before}
+    templates = {name: text if text.startswith(defaults) else defaults + text for name, text in templates.items()}
+    tokenizer.chat_template = templates if isinstance(before, dict) else templates[""]
+
+
+def _jinja(value: object) -> str:
+    """JSON is Jinja, except for null."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_jinja(str(key))}: {_jinja(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_jinja, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def load_generation(path: str) -> GenerationConfig:
     """The generation config, which names the stop tokens, as `load_model` finds it."""
+    path = base_of(path) or path
     with _explained(path, "model"):
         try:
             return GenerationConfig.from_pretrained(path)
@@ -66,14 +102,43 @@ def load_generation(path: str) -> GenerationConfig:
 
 def load_config(path: str) -> Any:  # noqa: ANN401  (transformers' configs share no typed surface)
     """The config in a folder or on the hub, checked by `check_config`."""
+    path = base_of(path) or path
     with _explained(path, "model"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_config(config, path)
     return config
 
 
-def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact: bool = False) -> PreTrainedModel:
-    """A causal language model ready for `attention_context=`, checked that we serve it exactly."""
+def parameter_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
+    """Of every parameter, by name, from the model's config alone; tied ones under their first name."""
+    return {name: tuple(parameter.shape) for name, parameter in _without_weights(settings).named_parameters()}
+
+
+def adapter_shapes(settings: ModelSettings, lora: LoraSettings) -> dict[str, tuple[int, ...]]:
+    """Of every tensor of the adapter that would be added, by name, from the model's config alone."""
+    found = read_settings(settings.path) if base_of(settings.path) else lora
+    return Adapter.shapes(find_targets(_without_weights(settings), found.targets), found)
+
+
+def _without_weights(settings: ModelSettings) -> PreTrainedModel:
+    is_tiny = settings.path == tiny.NAME
+    config = tiny.build_config(settings, tiny.build_tokenizer()) if is_tiny else load_config(settings.path)
+    with torch.device("meta"):
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    exact: bool = False,
+    lora: LoraSettings | None = None,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A causal language model ready for `attention_context=`, checked that we serve it exactly. If the folder holds an adapter,
+    the model it belongs to, with it; otherwise with a new one if `lora` asks for it, made from `seed`."""
+    folder, path = path, base_of(path) or path
     load_config(path)
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -90,7 +155,17 @@ def load_model(path: str, *, dtype: str = "float32", device: str = "cpu", exact:
     model, report = loaded
     _check_weights(model, report, path)
     prepare(model, name=path, exact=exact)
-    return cast("PreTrainedModel", model.to(device))  # transformers wraps `to` and loses its types
+    model = cast("PreTrainedModel", model.to(device))  # transformers wraps `to` and loses its types
+    if folder != path:
+        found = read_settings(folder)
+        if lora is not None and lora.is_on and lora.to_plain() != found.to_plain():
+            raise ModelError(
+                f"model.path = {folder!r}: its adapter has {found.to_plain()}, and [lora] {lora.to_plain()}; set these"
+            )
+        add_adapter(model, found, tensors=read_tensors(folder))
+    elif lora is not None and lora.is_on:
+        add_adapter(model, lora, seed=seed)
+    return model
 
 
 @torch.no_grad()
@@ -122,13 +197,13 @@ def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _widen_residual(model: PreTrainedModel) -> None:
-    """Make the residual stream and norms of a bfloat16 model float32; matrices, products and cache stay bfloat16."""
-    is_narrow = next(p for p in model.parameters() if p.ndim >= _MATRIX).dtype == torch.bfloat16
-    if is_narrow and not hasattr(model, _WIDE) and not has_experts(model):
-        setattr(model, _WIDE, True)
+    """Make the residual stream and norms of a bfloat16 or float16 model float32; matrices, products and cache stay narrow."""
+    dtype = next(p for p in model.parameters() if p.ndim >= _MATRIX).dtype
+    if dtype in (torch.bfloat16, torch.float16) and not hasattr(model, _WIDE) and not has_experts(model):
+        setattr(model, _WIDE, dtype)
         model.get_input_embeddings().register_forward_hook(lambda module, given, embedded: embedded.float())
         for name, tensor in held_tensors(model):
-            tensor.data = tensor.data.to(served_dtype(model, name, tensor, torch.bfloat16))
+            tensor.data = tensor.data.to(served_dtype(model, name, tensor, dtype))
 
 
 def served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -185,9 +260,10 @@ def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, 
 def _precision(model: PreTrainedModel, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Autocast for a model with a wide residual stream. Without autocast's cache, which threads share: a graph being captured
     could hold a cast bias that the decode thread frees, or the reverse."""
-    if not hasattr(model, _WIDE):
+    narrow_dtype: torch.dtype | None = getattr(model, _WIDE, None)
+    if narrow_dtype is None:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+    return torch.autocast(device.type, narrow_dtype, cache_enabled=False)
 
 
 def _check_weights(model: PreTrainedModel, report: dict[str, Any], path: str) -> None:

@@ -3,6 +3,7 @@ Siblings may share the rows of their common prefix; its last row predicts the fi
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from headrace.model.attention import EXACT_ROWS, Layout, make_context
 from headrace.model.fused_head import AllowedTokens
 from headrace.model.load import hidden_states
 from headrace.model.pass_planning import members_of, plan_passes
+from headrace.records import unknown_expert, unknown_routing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from headrace.model.head import Head
     from headrace.model.pass_planning import Unit
+    from headrace.model.routers import Routers
     from headrace.records import Array, Rollout
 
 
@@ -40,6 +43,7 @@ class Packed:
     sequence: Tensor  # [N] which rollout of the pass the target belongs to
     temperatures: Tensor
     allowed: AllowedTokens | None
+    routing: Tensor | None  # [rows, layers with experts, top_k] of int16, as recorded; -1 where unknown
 
     def gather(self, arrays: Sequence[Array]) -> Tensor:
         """One value per target, from one per-token array per rollout of the pass."""
@@ -72,6 +76,7 @@ def pack(
     sequence = np.searchsorted(starts, index, side="right") - 1
     temperatures = np.concatenate([rollout.temperatures for rollout in rollouts])[index]
     temperatures = np.where(temperatures == 0, 1, temperatures).astype(np.float32)  # greedy tokens are scored at 1
+    routing = _routing(rollouts)
 
     def to_device(array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -86,15 +91,23 @@ def pack(
         sequence=to_device(sequence),
         temperatures=to_device(temperatures),
         allowed=_allowed(rollouts, index - starts[sequence], sequence, device=device),
+        routing=None if routing is None else to_device(routing[origin]),
     )
 
 
 def packed_logprobs(model: PreTrainedModel, head: Head, packed: Packed, *, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """(logprob, entropy) of every target from one forward pass; differentiable."""
+    """(logprob, entropy) of every target from one forward pass; differentiable. It does not replay routing: its caller does."""
     context = make_context(packed.layout, packed.token_ids.device, exact)
     hidden = hidden_states(model, packed.token_ids, packed.positions, context)
     rows = hidden.index_select(0, packed.rows)
     return head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
+
+
+def replaying(routers: Routers | None, packed: Packed) -> contextlib.AbstractContextManager[Tensor | None]:
+    """Within it, the model with these routers replays the routing of this pass, if it has any: see `Routers.replaying`."""
+    if routers is None or packed.routing is None:
+        return contextlib.nullcontext()
+    return routers.replaying(packed.routing)
 
 
 def score(
@@ -105,13 +118,15 @@ def score(
     budget: int,
     device: torch.device | str = "cpu",
     exact: bool = False,
+    routers: Routers | None = None,
 ) -> list[Array]:
-    """[T] float32 per rollout: each token's logprob; 0 for the first. `budget`: rows per pass."""
+    """[T] float32 per rollout: each token's logprob; 0 for the first. `budget`: rows per pass. `routers`: the model's, to
+    replay the routing that rollouts carry; None routes freely."""
     results = [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
     everything = [np.ones(len(rollout), dtype=bool) for rollout in rollouts]
     for units in plan_passes(rollouts, budget=budget, share=False):
         packed = pack(rollouts, everything, units=units, device=device, exact=exact)
-        with torch.no_grad():
+        with torch.no_grad(), replaying(routers, packed):
             values = packed_logprobs(model, head, packed, exact=exact)[0].cpu().numpy()
         sequence = packed.sequence.cpu().numpy()
         for place, member in enumerate(members_of(units)):
@@ -142,6 +157,20 @@ def _lay_out(units: Sequence[Unit], starts: Array) -> tuple[Layout, Array, Array
     for start, first, count in repeated:
         row_of[start : start + count] = row_of[first : first + count]
     return Layout([int(stop - start) for start, stop in spans], continues), origin, row_of
+
+
+def _routing(rollouts: Sequence[Rollout]) -> Array | None:
+    """[tokens, layers, top_k] int16 of all rollouts, end to end; -1 where unknown. None if none has any."""
+    shape = next((each.expert_routing.shape[1:] for each in rollouts if each.expert_routing is not None), None)
+    if shape is None:
+        return None
+    rows = []
+    for rollout in rollouts:
+        routing = rollout.expert_routing
+        if routing is None:
+            routing = unknown_routing(len(rollout), num_layers=shape[0], top_k=shape[1], dtype=np.int16)
+        rows.append(np.where(routing == unknown_expert(routing.dtype), np.int16(-1), routing))
+    return np.concatenate(rows)
 
 
 def _allowed(rollouts: Sequence[Rollout], index: Array, sequence: Array, *, device: torch.device | str) -> AllowedTokens | None:

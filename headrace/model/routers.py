@@ -1,30 +1,42 @@
-"""Records which experts a mixture-of-experts model sends each token to, by hooks on its routers.
+"""Records which experts a mixture-of-experts model sends each token to, and replays what was recorded, by hooks on its routers.
 
 A transformers router returns logits, weights and indices; rollouts record the indices as `expert_routing`. The hooks are
 installed once per model, so that a model compiled afterwards has them in its graph.
+
+Families differ in how they make weights of logits (softmax before or after the choice, sigmoid, normalised or not, scaled), but
+all choose with `topk`. A replay runs the router's own code with another answer from that one call: the recorded experts and
+their live scores. So the weights follow the router's own formula, and gradients flow to it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
-from headrace.model.load import ModelError
+from headrace.model.attention import PackedContext
+from headrace.model.load import ModelError, hidden_states
+from headrace.records import unknown_expert
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
     from transformers import PreTrainedModel
+
+    from headrace.records import Rollout
 
     Sink = Callable[[int, Tensor], None]
 
 _ROUTER = re.compile(r"Top[kK]Router$")
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MOST_NARROW = 254  # experts that fit uint8, with 255 for an unknown one
+_TOP_K = (torch.topk, torch.Tensor.topk)
+_PROBED = 16  # tokens
 
 
 def find_readable_routers(model: PreTrainedModel) -> Routers | None:
@@ -45,15 +57,18 @@ def find_readable_routers(model: PreTrainedModel) -> Routers | None:
 
 
 class Routers:
-    """A model's routers in layer order, and the hooks that see what they choose."""
+    """A model's routers in layer order, and the hooks that see and replay what they choose."""
 
     def __init__(self, routers: Sequence[nn.Module], *, top_k: int, num_experts: int) -> None:
         self.num_layers = len(routers)  # decoder layers with experts
         self.top_k = top_k  # experts per token in each of them
+        self.num_experts = num_experts
         self.dtype = torch.uint8 if num_experts <= _MOST_NARROW else torch.int16  # holds an expert's number
         self._sink: Sink | None = None
+        self._replayed: tuple[Tensor, Tensor] | None = None
+        self._watched: dict[int, tuple[Tensor, Tensor]] | None = None
         for index, router in enumerate(routers):
-            router.register_forward_hook(self._hook(index))
+            router.register_forward_hook(self._hook(index), with_kwargs=True)
 
     @contextlib.contextmanager
     def recording(self, sink: Sink) -> Iterator[None]:
@@ -70,12 +85,113 @@ class Routers:
         finally:
             self._sink = None
 
-    def _hook(self, index: int) -> Callable[[nn.Module, object, object], None]:
-        def record(router: nn.Module, inputs: object, output: object) -> None:
+    @contextlib.contextmanager
+    def replaying(self, routing: Tensor) -> Iterator[Tensor]:
+        """Within it, passes send their rows to the experts in `routing`, [rows, layers, top_k]; rows of -1 are routed freely.
+        Yields [layers, rows] bool, which each pass fills: where the router itself would have chosen another set. A backward
+        pass that recomputes layers must be within it too."""
+        assert self._replayed is None, "routing is being replayed already"
+        differs = torch.zeros(self.num_layers, len(routing), dtype=torch.bool, device=routing.device)
+        self._replayed = routing, differs
+        try:
+            yield differs
+        finally:
+            self._replayed = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+        """Within it, a pass leaves each layer's logits, [rows, experts] and differentiable, and the experts it used, [rows,
+        top_k], in what this yields."""
+        self._watched = {}
+        try:
+            yield self._watched
+        finally:
+            self._watched = None
+
+    @torch.no_grad()
+    def check_replay(self, model: PreTrainedModel) -> None:
+        """Raise unless `model` takes a replay: its own choice must give the same hidden states, and every layer another one."""
+        weight = next(model.parameters())
+        tokens = torch.arange(_PROBED, device=weight.device)
+        chosen: dict[int, Tensor] = {}
+
+        def forward() -> tuple[Tensor, Tensor]:
+            with self.recording(chosen.__setitem__):
+                hidden = hidden_states(model, tokens, tokens, PackedContext([_PROBED], device=weight.device))
+            return hidden, torch.stack([chosen[layer] for layer in range(self.num_layers)], dim=1)
+
+        free, own = forward()
+        other = (own + 1) % self.num_experts
+        with self.replaying(own):
+            difference = (forward()[0] - free).abs().max() / free.abs().max().clamp_min(1e-6)
+        with self.replaying(other):
+            is_forced = torch.equal(forward()[1], other)
+        if not is_forced or float(difference) > (1e-4 if weight.dtype == torch.float32 else 5e-2):
+            raise ModelError(f"with its own choice of experts forced, hidden states differ by {float(difference):.1e}")
+
+    def _hook(self, index: int) -> Callable[..., object]:
+        def see(router: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: object) -> object:
+            if self._replayed is not None:
+                routing, differs = self._replayed
+                live: list[Tensor] = []
+                with _ForcedChoice(routing[:, index].long(), live, num_experts=self.num_experts):
+                    output = router.forward(*inputs, **keywords)
+                if len(live) != 1:
+                    raise ModelError(f"{type(router).__name__} does not choose its experts by one call of `topk`")
+                differs[index].copy_((live[0].sort().values != routing[:, index].sort().values).any(dim=-1))
             if self._sink is not None:
                 self._sink(index, _indices(router, output, top_k=self.top_k))
+            if self._watched is not None:
+                self._watched[index] = _logits(output), _indices(router, output, top_k=self.top_k)
+            return output
 
-        return record
+        return see
+
+
+class _ForcedChoice(TorchFunctionMode):
+    """Within it, the `topk` over [rows, experts] gives the recorded experts with their live scores."""
+
+    def __init__(self, recorded: Tensor, live: list[Tensor], *, num_experts: int) -> None:
+        """`live` gets what the router itself would have chosen."""
+        super().__init__()
+        self._recorded, self._live, self._num_experts = recorded, live, num_experts
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401  (whatever the function returns)
+        found = function(*args, **(kwargs or {}))
+        recorded = self._recorded
+        if function not in _TOP_K or args[0].shape != (len(recorded), self._num_experts) or found[1].shape != recorded.shape:
+            return found  # DeepSeek's choice of groups is one too
+        self._live.append(found[1])
+        chosen = torch.where((recorded >= 0).all(dim=-1, keepdim=True), recorded, found[1])
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+
+
+def check_recorded(routers: Routers | None, rollouts: Iterable[Rollout]) -> None:
+    """Raise unless the routing that rollouts carry can be replayed by the model with these routers."""
+    for rollout in rollouts:
+        routing = rollout.expert_routing
+        if routing is None:
+            continue
+        its = f"rollout {rollout.id!r}: its expert_routing"
+        if routers is None:
+            raise ModelError(f"{its} cannot be replayed: the model has no experts whose routing can be read")
+        if routing.shape[1:] != (routers.num_layers, routers.top_k):
+            layers, top_k = routing.shape[1:]
+            wanted = f"{routers.num_layers} layers with {routers.top_k}"
+            raise ModelError(f"{its} is of {layers} layers with {top_k} experts per token, but the model has {wanted}")
+        known = routing[routing != unknown_expert(routing.dtype)].astype(np.int64)
+        wrong = known[(known < 0) | (known >= routers.num_experts)]
+        if len(wrong):
+            raise ModelError(f"{its} names expert {wrong[0]}, but the model's are 0 to {routers.num_experts - 1}")
+
+
+def _logits(output: Any) -> Tensor:  # noqa: ANN401  (a router's outputs)
+    """Routers return indices at one end and logits at the other."""
+    first, *_, last = output
+    found: Tensor = last if first.dtype == torch.int64 else first
+    return found.reshape(-1, found.shape[-1])
 
 
 def _indices(router: nn.Module, output: object, *, top_k: int) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.records import unknown_expert
+
 _WITH_QUERY_NORMS = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3"}  # not in their configurations
 _WIDE_EXPERTS = {"mixtral", "gpt_oss", "phimoe"}  # families whose `intermediate_size` is an expert's
 
@@ -108,6 +110,11 @@ class ModelShape:
     def cached_numbers(self) -> int:
         """Numbers one token adds to the KV cache, over all layers."""
         return self.layers * self.kv_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def routing_bytes(self) -> int:
+        """Bytes of one token's recorded routing, over all layers (`Routers.dtype`)."""
+        return self.expert_layers * self.experts_per_token * (1 if self.experts < unknown_expert("uint8") else 2)
 
     @property
     def _attention(self) -> int:

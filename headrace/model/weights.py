@@ -197,6 +197,12 @@ class StagedWeights:
         if self.arena.device.type == "cuda":  # the next fill must not overwrite what the copy still reads
             self._exchanged = torch.cuda.current_stream(self.arena.device).record_event()
 
+    def take_replaced(self) -> Arena:
+        """The set that ran before the last exchange, which stays as it is from now on; the next update allocates another."""
+        replaced, self._staging = self._staging, None
+        assert replaced is not None and not self._in_place, "what was replaced has been overwritten"
+        return replaced
+
     def release(self) -> None:
         """Free the second set; the next update allocates it again."""
         if self._exchanged is not None:

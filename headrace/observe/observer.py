@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 from typing import TYPE_CHECKING, Any
 
 from headrace.observe.inspect import kept_files
 from headrace.observe.screen import Screen
 from headrace.observe.settings import ObserveSettings
-from headrace.observe.sinks import Sink, open_sinks, remove_oldest
+from headrace.observe.sinks import JsonLines, Sink, TensorBoard, WeightsAndBiases, open_sinks, remove_oldest
 from headrace.observe.timeline import STATES, MirroredTimeline, Timeline
 from headrace.observe.trace import Trace
 from headrace.records import encode, pack_rollouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from headrace.observe.timeline import Budget, Slice
     from headrace.records import Rollout
 
 
+EVENTS = "events.jsonl"
+"""Settings that were changed and stops, each with the version that was the newest."""
+
+
 class Observer:
     """Timelines, metrics, trace, kept rollouts and the screen of one run. Without a folder it writes nothing; a failed write
-    does not stop the run. `elsewhere`: roles in other processes; `restored`: the version that a run resumes from."""
+    does not stop the run. `elsewhere`: roles in other processes; `restored`: the version that a run resumes from;
+    `listener`: one more sink of the metrics."""
 
     def __init__(
         self,
@@ -36,10 +43,15 @@ class Observer:
         restored: int | None = None,
         config: Mapping[str, Any] | None = None,
         elsewhere: Sequence[str] = (),
+        listener: Sink | None = None,
     ) -> None:
         self.screen: Screen = screen or Screen()
-        self._folder = folder
+        self.folder = folder
         self._sinks: list[Sink] = open_sinks(sinks, folder, restored=restored, config=config or {}) if folder else []
+        if listener is not None:
+            self._sinks.append(listener)
+        if folder and (folder / EVENTS).exists():
+            JsonLines(folder / EVENTS, restored=restored).close()  # what comes after that version will happen again
         self._max_bytes = int(max_gb * 1e9)
         self._trace = Trace(folder / "trace.json", max_bytes=self._max_bytes) if folder and trace else None
         if self._trace is not None:
@@ -63,6 +75,14 @@ class Observer:
             timeline.start()
         self._before = {}
 
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The time in this block is not part of the time budget."""
+        with contextlib.ExitStack() as blocks:
+            for timeline in self._timelines.values():
+                blocks.enter_context(timeline.left_out())
+            yield
+
     def budget(self) -> Budget:
         """Every role's shares of time, which sum to 1."""
         return {role: timeline.shares() for role, timeline in self._timelines.items()}
@@ -73,8 +93,9 @@ class Observer:
         engine = self._timelines["engine"]
         return engine.occupied / engine.slots if engine.slots else 0.0
 
-    def version(self, version: int, metrics: Mapping[str, Any]) -> None:
-        """After a version is trained: write its metrics, and the seconds in each state since the last version."""
+    def version(self, version: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """After a version is trained: write its metrics, and the seconds in each state since the last version. Returns the
+        row as written."""
         budget = self.budget()  # closes the current spans
         totals = {
             f"seconds/{role}/{state}": total
@@ -86,13 +107,29 @@ class Observer:
         for sink in self._sinks.copy():
             self._write(sink, sink.write, version, {**metrics, **seconds})
         self.screen.row({"version": version, **metrics}, budget)
+        return {"version": version, **metrics, **seconds}
+
+    def event(self, version: int, event: Mapping[str, Any]) -> None:
+        """Write something that happened once `version` was trained to events.jsonl."""
+        if self.folder is not None:
+            try:
+                with (self.folder / EVENTS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"version": version, **event}) + "\n")
+            except OSError as error:
+                self.screen.say(f"{EVENTS} could not be written: {error}; the run goes on")
+
+    def held_out(self, version: int, metrics: Mapping[str, Any]) -> None:
+        """After an evaluation of a version: write its metrics, which may come after those of later versions."""
+        for sink in self._sinks.copy():
+            if sink is not self._trace:
+                self._write(sink, sink.write, version, metrics)
 
     def keep_rollouts(self, version: int, rollouts: Sequence[Rollout]) -> Path | None:
         """Write them for `headrace inspect`, over any of the same version, and remove older ones that leave no room for them.
         Returns the file, or None if it was not written. Any thread may call it."""
-        if self._folder is None:
+        if self.folder is None:
             return None
-        path, size, room = self._folder / "rollouts" / f"step-{version}.wire", 0, -1
+        path, size, room = self.folder / "rollouts" / f"step-{version}.wire", 0, -1
         try:
             path.parent.mkdir(exist_ok=True)
             with self._keeping, path.open("wb") as file:
@@ -104,7 +141,7 @@ class Observer:
                         self.screen.say(f"{what}: observe.max_gb = {self._max_bytes / 1e9:g} has no room for more")
                         break
                     if size > room:
-                        older = [each for each in kept_files(self._folder) if each != path]
+                        older = [each for each in kept_files(self.folder) if each != path]
                         room = self._max_bytes - remove_oldest(older, max_bytes=self._max_bytes - size)
                     file.write(frame)
         except Exception as error:  # noqa: BLE001  (as for sinks)
@@ -112,6 +149,17 @@ class Observer:
             self.screen.say(f"the rollouts of step {version} are not kept: {error}")
             return None
         return path
+
+    def show_rollouts(self, version: int, rows: Sequence[Mapping[str, Any]], *, num_tabled: int, num_printed: int) -> None:
+        """Write the first rows as a table to each sink that has tables, and print the first of them. Any
+        thread may call it."""
+        if rows[:num_tabled]:
+            for sink in self._sinks.copy():
+                if isinstance(sink, TensorBoard | WeightsAndBiases):
+                    self._write(sink, sink.write_table, version, rows[:num_tabled])
+        for row in rows[:num_printed]:
+            numbers = (f"{name} {value:.4g}" for name, value in row.items() if isinstance(value, float))
+            self.screen.say(f"version {version}  {row['prompt']!r} -> {row['completion']!r}  {', '.join(numbers)}")
 
     def close(self) -> None:
         self.screen.close()

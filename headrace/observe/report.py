@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import command
-from headrace.observe.screen import budget_table, share
+from headrace.observe.screen import budget_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str, str, float | None]], *, folder: Path) -> str:
     """Success before and after, where the time went, the accounting, the checkpoint, three rollouts."""
     seconds, tokens, lag = summary["seconds"], summary["tokens"], summary["lag"]
-    lines = ["", f"{summary['status']}   version {summary['version']} of {summary['steps']}"]
+    by = f" by {summary['stopped_by']}" if summary["status"] == "stopped" else ""
+    lines = ["", f"{summary['status']}{by}   version {summary['version']} of {summary['steps']}"]
     if summary["held_out"]["after"]:
         lines += _held_out_lines(**summary["held_out"])
     elif summary["reward_first"] is not None:
         lines += [f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} (no held-out tasks are given)"]
     lines += [
-        f"time       {seconds['rl']:.1f} s of RL, setup {seconds['setup']:.1f} s, warm-up {seconds['warmup']:.1f} s, first "
-        f"step {seconds['first_step']:.1f} s after the command",
+        f"time       {seconds['rl']:.1f} s of RL, setup {seconds['setup']:.1f} s, SFT {seconds['warmup']:.1f} s, "
+        f"evaluation {seconds['evaluate']:.1f} s, first step {seconds['first_step']:.1f} s after the command",
         f"tokens     {tokens['trained']:,} trained of {tokens['sampled']:,} sampled, {tokens['wasted']:,} wasted; "
         f"lag {lag['mean']:.2f} on average, {lag['max']} at most",
         _memory_line(summary["memory"]),
@@ -31,6 +32,12 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
         f"accounting {equation}",
     ]
     lines += [f"           {count} {reason}" for reason, count in summary["dropped_because"].items()]
+    lines += [
+        f"changed    {each['key']} {each['was']} -> {each['value']} at version {each['version']}, by {each['by']}"
+        for each in summary["changes"]
+    ]
+    slow = {name: seconds for name, seconds in summary["callbacks"].items() if seconds >= 1}
+    lines += ["callbacks  " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slow.items())] if slow else []
     if summary["skipped_steps"]:
         lines += [f"skipped    {summary['skipped_steps']} optimizer steps, whose gradient was not finite"]
     if summary.get("restarts"):
@@ -38,22 +45,24 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
     if summary.get("engines_given_up"):
         lines += [f"given up   {', '.join(summary['engines_given_up'])}: engine.restarts were spent"]
     lines += [f"checkpoint {summary['checkpoint']}", f"look       {command()} inspect {folder}"]
-    if summary["status"] == "interrupted":
+    if summary["status"] in ("interrupted", "stopped"):
         lines += ["resume     give the same command again"]
     for prompt, completion, reward in samples:
         lines += [f"sample     {prompt!r} -> {completion!r}   reward {reward if reward is None else round(reward, 3)}"]
     return "\n".join(lines)
 
 
-def _held_out_lines(before: dict[str, float], after: dict[str, float]) -> list[str]:
+def _held_out_lines(before: dict[str, float], after: dict[str, float], temperature: float) -> list[str]:
+    def change(name: str) -> str:
+        return " -> ".join(f"{found[name]:.1%}" if name in found else "not judged" for found in (before, after))
+
     lines = []
     for success in dict.fromkeys(["success", *(name for name in after if name.startswith("success/"))]):
-        greedy, source = success.replace("success", "greedy", 1), success.partition("/")[2]
+        source = success.partition("/")[2]
         title = f"           {source}:" if source else "held-out  "
-        lines.append(
-            f"{title} {share(before, success)} -> {share(after, success)} solved at temperature 1, "
-            f"greedy {share(before, greedy)} -> {share(after, greedy)}"
-        )
+        greedy = success.replace("success", "greedy", 1)
+        others = [f", greedy {change(greedy)}"] if greedy in {**before, **after} else []
+        lines.append(f"{title} {change(success)} solved at temperature {temperature:g}{''.join(others)}")
     return lines
 
 
@@ -63,3 +72,38 @@ def _memory_line(memory: dict[str, dict[str, int | None]]) -> str:
         peak, expected = sizes["peak"] or 0, sizes["predicted"]
         parts.append(f"{role} {peak / 1e9:.2f} GB" + (f" ({expected / 1e9:.2f} predicted)" if expected else ""))
     return f"memory     {', '.join(parts)} at the peak"
+
+
+def evaluation_table(found: dict[str, Any]) -> str:
+    """What `headrace evaluate` prints: a row for each metric, a column for all tasks, each source, and the difference."""
+    settings = found["settings"]
+    sampling = {name: value for name, value in settings["sampling"].items() if value not in (0, 1) or name == "temperature"}
+    given = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+    columns = {"all": found["metrics"], **found["sources"]}
+    cells = {name: [_interval(inside.get(name), name) for inside in columns.values()] for name in found["metrics"]}
+    heads = list(columns)
+    if found["against"]:
+        heads.append(f"minus {found['against']}")
+        for name, row in cells.items():
+            row.append(_interval(found["difference"].get(name), name, sign="+"))
+    widths = [max(map(len, column)) for column in zip(heads, *cells.values(), strict=True)]
+    version = "" if found["version"] is None else f", version {found['version']}"
+    lines = [
+        f"{found['model']}{version}",
+        f"{len(found['tasks'])} tasks × {settings['samples']} samples at {given}{', and greedy' * settings['greedy']}; "
+        f"95 % confidence intervals over tasks",
+        "",
+    ]
+    for name, row in {"": heads, **cells}.items():
+        lines.append(f"{name:16}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+    if found["failed"]:
+        lines += ["", f"{found['failed']} rollouts could not be judged; the first: {found['problem']}"]
+    return "\n".join(lines)
+
+
+def _interval(estimate: dict[str, float] | None, name: str, *, sign: str = "") -> str:
+    """A share in percent; the mean reward as it is."""
+    if estimate is None:
+        return "not judged"
+    kind = ".3f" if name == "held_out_reward" else ".1%"
+    return f"{estimate['value']:{sign}{kind}} ({estimate['low']:{sign}{kind}} to {estimate['high']:{sign}{kind}})"

@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from headrace.observe.timeline import Budget
 
 _ROWS = 8
+_TRAINED = {"loss": "loss", "entropy": "entropy", "kl": "reference_kl"}
+"""What is shown of the trainer's metrics, by its name on the screen; the KL where there is a reference."""
 
 
 class Screen:
     """Shows nothing; subclasses do."""
+
+    steps: int = 0
+    """Of the run, which a callback may change."""
 
     def say(self, text: str) -> None:
         """Show a message."""
@@ -43,37 +48,35 @@ def open_screen(*, steps: int, quiet: bool = False) -> Screen:
 
 class PlainLines(Screen):
     def __init__(self, *, steps: int) -> None:
-        self._steps = steps
+        self.steps = steps
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
     def row(self, row: Mapping[str, Any], budget: Budget) -> None:
-        cells = _cells(row)
+        cells = _cells(row, steps=self.steps)
         role, _ = bound_by(budget)
         text = "  ".join(f"{name} {value}" for name, value in cells.items() if value)
         working = " ".join(f"{name} {share:.0%}" for name, share in at_work(budget).items())
-        print(f"{text}  of {self._steps} | {working} | bound by {role}", flush=True)
+        print(f"{text} | {working} | bound by {role}", flush=True)
 
 
 class LiveTable(Screen):
     """A table of the last versions, with the time budget below it."""
 
     def __init__(self, console: Console, *, steps: int) -> None:
-        self._console, self._steps = console, steps
+        self._console, self.steps = console, steps
         self._rows: deque[dict[str, str]] = deque(maxlen=_ROWS)
         self._live = Live(console=console, refresh_per_second=4)
-        self._held_out = ""
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
 
     def row(self, row: Mapping[str, Any], budget: Budget) -> None:
-        cells = _cells(row)
-        self._held_out = cells["held-out"] = cells["held-out"] or self._held_out
+        cells = _cells(row, steps=self.steps)
         self._rows.append(cells)
         self._live.start()  # does nothing from the second row on
-        table = Table(title=f"{self._steps} steps", title_justify="left")
+        table = Table()
         names = [name for name in cells if any(each[name] for each in self._rows)]
         for name in names:
             table.add_column(name, justify="right")
@@ -85,22 +88,29 @@ class LiveTable(Screen):
         self._live.stop()
 
 
-def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    success = row.get("success")
+def _cells(row: Mapping[str, Any], *, steps: int) -> dict[str, str]:
+    trained = {name: row.get(f"train/{key}") for name, key in _TRAINED.items()}
     dropped = {state: row.get(f"rollouts/{state}", 0) for state in ("failed", "filtered")}
     return {
-        "step": str(row["version"]),
+        "step": f"{row['version']}/{steps}",
         "reward": f"{row['reward']:.3f}",
-        "held-out": "" if success is None else f"{success:.1%}",
+        **{name: "" if value is None else f"{value:.3g}" for name, value in trained.items()},
         "tokens/s": f"{row['tokens_per_second']:,.0f}",
         "lag": f"{row['lag_mean']:.2f} (max {row['lag_max']})",
         "dropped so far": ", ".join(f"{count} {state}" for state, count in dropped.items() if count),
     }
 
 
-def share(found: Mapping[str, float], name: str) -> str:
-    """A share that an evaluation measured, or "not judged" if it scored nothing."""
-    return f"{found[name]:.1%}" if name in found else "not judged"
+def held_out_line(found: Mapping[str, float], *, temperature: float) -> str:
+    """What an evaluation found, in brief; "not judged" if it scored nothing."""
+    if "success" not in found:
+        return "not judged"
+    interval = f"{found['success_low']:.1%} to {found['success_high']:.1%}"
+    parts = [f"{found['success']:.1%} ({interval}) solved at temperature {temperature:g}"]
+    parts += [f"greedy {found['greedy']:.1%}"] if "greedy" in found else []
+    largest = max((int(name[5:]) for name in found if name.startswith("pass@") and "/" not in name), default=0)
+    parts += [f"{name} {found[name]:.1%}" for name in (f"pass@{largest}", f"maj@{largest}") if name in found]
+    return ", ".join(parts)
 
 
 def budget_table(budget: Budget, *, brief: bool = False) -> list[str]:

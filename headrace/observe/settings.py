@@ -16,11 +16,17 @@ class ObserveSettings:
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Besides metrics.jsonl, which is always written."""
     keep_rollouts_every: int = 10
-    """Versions between two whose rollouts are kept for `headrace inspect`; 0 keeps none."""
+    """Versions between two whose rollouts are kept for `headrace inspect`, tabled and printed; 0: none are."""
+    table_rows: int = 16
+    """Rollouts of such a version in a table of each of the sinks: prompt, completion, rewards, advantage; 0: no table."""
+    print_rollouts: int = 0
+    """Rollouts of such a version shown on the screen."""
     trace: bool = True
     """Write trace.json."""
     max_gb: float = 2.0
     """GB of disk that the trace may take, and again the kept rollouts; their oldest parts are removed first."""
 
     def __post_init__(self) -> None:
+        for name in ("keep_rollouts_every", "table_rows", "print_rollouts"):
+            check(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
         check(0.001 <= self.max_gb < math.inf, "max_gb", self.max_gb, "a number ≥ 0.001")

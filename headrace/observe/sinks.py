@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
-    """Receives flat metrics once per version."""
+    """Receives flat metrics once per version, and once per evaluation, which may end after later versions."""
 
     def write(self, version: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -24,12 +24,12 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: one object per version, whole lines only."""
+    """metrics.jsonl: one object per version and one per evaluation, whole lines only."""
 
     def __init__(self, path: Path, *, restored: int | None) -> None:
         """`restored`: the version a run resumes from; later rows are removed, since they will be written again."""
         if path.exists():
-            kept = [row for row in read_metrics(path) if restored is not None and row["version"] <= restored]
+            kept = [row for row in read_lines(path) if restored is not None and row["version"] <= restored]
             temporary = path.with_name(f".{path.name}.tmp")  # a kill or a full disk here loses no row
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
             temporary.replace(path)
@@ -52,6 +52,11 @@ class TensorBoard:
     def write(self, version: int, metrics: Mapping[str, Any]) -> None:
         for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, version)
+
+    def write_table(self, version: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """As Markdown, which TensorBoard renders under "Text"."""
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *([_markdown(value) for value in row.values()] for row in rows)]
+        self._writer.add_text("rollouts", "\n".join(f"| {' | '.join(cells)} |" for cells in lines), version)
 
     def close(self) -> None:
         self._writer.close()
@@ -81,12 +86,27 @@ class WeightsAndBiases:
     def write(self, version: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({"version": version, **_numbers(metrics)})
 
+    def write_table(self, version: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table for each version: W&B shows the newest, and the others with the slider."""
+        import wandb
+
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"version": version, "rollouts": table})
+
     def close(self) -> None:
         self._run.finish()
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+
+
+def _markdown(value: object) -> str:
+    """A cell of a table: neither a `|` nor the end of a line ends it, and no tag of a completion is taken for HTML."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    for sign, shown in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
+        text = text.replace(sign, shown)
+    return text
 
 
 def remove_oldest(files: Sequence[Path], *, max_bytes: int) -> int:
@@ -101,7 +121,15 @@ def remove_oldest(files: Sequence[Path], *, max_bytes: int) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line truncated by a crash is skipped."""
+    """A row per version, with its held-out metrics if it was evaluated; a line truncated by a crash is skipped."""
+    rows: dict[int, dict[str, Any]] = {}
+    for row in read_lines(path):
+        rows.setdefault(row["version"], {}).update(row)
+    return list(rows.values())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Each line of a .jsonl file as it was written."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
@@ -120,4 +148,7 @@ def open_sinks(names: tuple[str, ...], folder: Path, *, restored: int | None, co
                 sinks.append(WeightsAndBiases(folder, config=config, is_resumed=restored is not None))
         except ImportError as error:
             raise ConfigError(f"observe.sinks: {name!r} needs `pip install headrace[{name}]` ({error})") from error
+        except Exception as error:
+            how = "; `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else ""
+            raise ConfigError(f"observe.sinks: {name!r} cannot be opened: {type(error).__name__}: {error}{how}") from error
     return sinks

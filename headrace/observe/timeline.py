@@ -176,6 +176,17 @@ class Timeline:
         window = sum(self.totals.values())
         return {state: total / window if window else float(state == IDLE[self.role]) for state, total in self.totals.items()}
 
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The time in this block is not part of the window."""
+        self._close(time.perf_counter())
+        kept = dict(self.totals), self.occupied, self.slots
+        try:
+            yield
+        finally:
+            self._close(time.perf_counter())
+            self.totals, self.occupied, self.slots = kept
+
     def end(self) -> None:
         """The run is over: show what was not yet shown."""
         self._close(time.perf_counter())
@@ -273,6 +284,15 @@ class MirroredTimeline(Timeline):
     def start(self) -> None:
         self._at_start, self._evaluated = self._sums(), 0.0
         self._update()
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        before = self._sums()
+        try:
+            yield
+        finally:
+            self._at_start = {name: self._at_start[name] + total - before[name] for name, total in self._sums().items()}
+            self._update()
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ class Interrupt(enum.StrEnum):
     RETRACT = "retract"
     DRAIN = "drain"
     ABORT = "abort"
+    LEASE = "lease"
 
     @property
     def waits_for_rollouts(self) -> bool:
@@ -33,9 +34,10 @@ class Interrupt(enum.StrEnum):
 class PartialSettings:
     """What happens to rollouts in flight when the weights change, and to those unfinished when a batch is whole."""
 
-    interrupt: Literal["keep", "retract", "drain", "abort"] = "keep"
+    interrupt: Literal["keep", "retract", "drain", "abort", "lease"] = "keep"
     """`keep`: swap the weights between two decode steps and continue. `retract`: swap, drop the KV cache, compute each prefix
-    again and continue. `drain`: finish them first. `abort`: stop them, swap, and resume each from its prefix."""
+    again and continue. `drain`: finish them first. `abort`: stop them, swap, and resume each from its prefix. `lease`, with
+    [lora]: each finishes with the version of the adapter it began with, while new ones begin with the newest."""
     kv: Literal["keep", "recompute"] = "keep"
     """With `keep`: whether rollouts continue over the KV cache they have, or `recompute` it, which is `retract`."""
     cancel: Literal["never", "over_age"] = "never"
@@ -54,6 +56,11 @@ class PartialSettings:
         """How engines pause: `interrupt`, with `kv` taken into account."""
         interrupt = Interrupt(self.interrupt)
         return Interrupt.RETRACT if interrupt.keeps_kv and self.kv == "recompute" else interrupt
+
+    @property
+    def leases(self) -> bool:
+        """Whether rollouts in flight keep the adapter they began with."""
+        return self.pausing is Interrupt.LEASE
 
     @property
     def cancels(self) -> bool:

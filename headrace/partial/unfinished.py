@@ -44,6 +44,16 @@ def is_over_age(oldest: int, *, next_version: int, max_lag: int) -> bool:
 def check_unfinished(recipe: Recipe) -> None:
     """Refuse a `[partial]` that would have no effect, or not the one it promises."""
     partial, staleness, takes_turns = recipe.partial, recipe.staleness, buffer_policy(recipe).takes_turns
+    if partial.leases and not recipe.lora.is_on:
+        raise ConfigError(
+            f"partial.interrupt = '{partial.interrupt}': an engine cannot hold several versions of all weights; set lora.rank, "
+            f"or another"
+        )
+    if partial.leases and recipe.exact:
+        raise ConfigError(
+            f"partial.interrupt = '{partial.interrupt}': a resumed run holds only the newest adapter, so that it would not be "
+            f"bitwise the uninterrupted one, which exact = true promises; set it to 'keep'"
+        )
     if partial.cancels:
         setting = f"partial.cancel = '{partial.cancel}'"
         if not staleness.reject:
@@ -67,8 +77,8 @@ def check_unfinished(recipe: Recipe) -> None:
             raise ConfigError(f"{setting}: buffer.order = 'submission' waits for the slow groups; set it to 'completion'")
         if partial.pausing.waits_for_rollouts:
             raise ConfigError(
-                f"{setting}: partial.interrupt = '{partial.interrupt}' waits for the unfinished; set it to 'keep', 'retract' "
-                f"or 'abort'"
+                f"{setting}: partial.interrupt = '{partial.interrupt}' waits for the unfinished; set it to 'keep', 'retract', "
+                f"'abort' or, with [lora], 'lease'"
             )
         if staleness.max_lag == 0 and staleness.reject and not partial.cancels:
             raise ConfigError(

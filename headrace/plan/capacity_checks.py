@@ -93,7 +93,8 @@ def _forecast(subject: Subject, recipe: Recipe) -> Forecast | None:
 def _described(expected: Forecast) -> str:
     trainer, engine = expected.trainer, expected.engine
     optimizer = trainer.masters + trainer.gradients + trainer.moments
-    held = f"an engine {size(engine.total)} (weights twice {size(engine.weights + engine.staging)}"
+    twice = "twice " if engine.weights == engine.staging else ""
+    held = f"an engine {size(engine.total)} (weights {twice}{size(engine.weights + engine.staging)}"
     behind = f"), the vLLM server behind it {size(expected.server)}" if expected.server else f", KV cache {size(engine.cache)})"
     return (
         f"at its peak the trainer takes {size(trainer.total)} (weights {size(trainer.weights)}, optimizer {size(optimizer)}, "
@@ -135,7 +136,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     folder = Path(recipe.sync.folder) if recipe and recipe.sync.folder else SHARED_MEMORY
     if not folder.is_dir():
         return
-    free, need = shutil.disk_usage(folder).free, 2 * subject.weight_bytes
+    free, need = shutil.disk_usage(folder).free, 2 * subject.published_bytes
     what = f"{folder}: {size(free)} free" + (f"; two versions of the weights take {size(need)}" if need else "")
     if free >= max(need, 1):
         yield Finding("ok", what)
@@ -156,7 +157,8 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     keep = subject.recipe.checkpoint.keep if subject.recipe is not None else 0
     observed = 2e9 * subject.recipe.observe.max_gb if subject.recipe is not None else 1e9  # trace and kept rollouts
-    need = (keep + 1) * 12 * subject.num_parameters  # float32 weights, two moments; a new one is written before one is removed
+    trained = subject.adapter or subject.num_parameters
+    need = (keep + 1) * 12 * trained  # float32 weights, two moments; a new one is written before one is removed
     what = f"disk at {folder}: {size(free)} free" + (f"; {keep} checkpoints and the next take {size(need)}" if need else "")
     if free < need:
         yield Finding("problem", what, "make room, give a --run-dir on another disk, or lower checkpoint.keep")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from headrace.errors import in_words, is_ours
+from headrace.model import bytes_per_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,12 +59,18 @@ class Subject:
     """The most tokens a rollout may have."""
     longest_prompt: int = 0
     """In tokens, among the first tasks and the first of each held-out source."""
+    adapter: int = 0
+    """Numbers in the adapter that is trained instead of the weights; 0 if there is none."""
+
+    @property
+    def published_bytes(self) -> int:
+        """Of what the trainer sends to the engines, in their dtype; 0 if unknown."""
+        return self.adapter * bytes_per_number(self.recipe.model.dtype) if self.recipe and self.adapter else self.weight_bytes
 
     @property
     def weight_bytes(self) -> int:
         """Of the policy in an engine's dtype; 0 if unknown."""
-        width = 2 if self.recipe is not None and self.recipe.model.dtype == "bfloat16" else 4
-        return width * self.num_parameters
+        return self.num_parameters * bytes_per_number("float32" if self.recipe is None else self.recipe.model.dtype)
 
 
 Check: TypeAlias = Callable[[Subject], Iterator[Finding]]

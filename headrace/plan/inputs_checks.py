@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import traceback
 from typing import TYPE_CHECKING
 
 from headrace.config import load_recipe
 from headrace.errors import in_words
-from headrace.launch import UserInputs, check_task_columns, held_out_sources, held_out_tasks, open_tasks, reward_functions
+from headrace.launch import (
+    UserInputs,
+    check_examples,
+    check_task_columns,
+    held_out_sources,
+    held_out_tasks,
+    open_tasks,
+    reward_functions,
+    shared_prompts,
+)
 from headrace.plan.doctor import Finding, check
 from headrace.settings import ConfigError
 
@@ -32,8 +40,10 @@ def check_recipe(subject: Subject, path: Path) -> Iterator[Finding]:
 
 @check("recipe", fix="correct the [[tasks]] section or the file; docs/rewards.md says what a task is")
 def check_tasks(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    if not recipe.uses_tasks:  # SFT alone
+        return
     stream = open_tasks(recipe, UserInputs())
-    subject.sources, subject.rows = stream.sources, [stream.next() for _ in range(NUM_CHECKED_PROMPTS)]
+    subject.sources, subject.rows = stream.sources, [stream.next().row for _ in range(NUM_CHECKED_PROMPTS)]
     columns = sorted({name for row in subject.rows for name in row})
     yield Finding("ok", f"tasks: columns {', '.join(columns)}")
     for name in columns:
@@ -45,28 +55,25 @@ def check_tasks(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
 
 @check("recipe", fix="correct evaluate.tasks, or leave it out")
 def check_held_out(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    if not recipe.uses_tasks:
+        return
     subject.held_out_rows = held_out_tasks(recipe, UserInputs())
     subject.held_out = list(held_out_sources(recipe, UserInputs()).values())
     count = sum(map(len, subject.held_out_rows.values()))
     yield Finding("ok", f"held-out tasks: {f'{count} for every evaluation' if count else 'none, so success is not measured'}")
 
 
-@check("recipe")
-def check_warmup(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
-    if not recipe.warmup.steps:
-        return
-    rows = subject.rows
-    if recipe.warmup.tasks:
-        stream = open_tasks(dataclasses.replace(recipe, tasks=recipe.warmup.tasks), UserInputs())
-        rows = [stream.next() for _ in range(NUM_CHECKED_PROMPTS)]
-    lacking = sum(not isinstance(row.get("answer"), str) for row in rows)
-    if lacking:
-        what = f"warmup: {lacking} of the first {len(rows)} tasks have no 'answer' column of text to learn from"
-        yield Finding("problem", what, "add the column, or set warmup.steps = 0")
+@check("recipe", fix="correct the [[sft.tasks]] section or its rows, or leave [sft] out")
+def check_sft(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    if recipe.sft.is_on:
+        sources = check_examples(recipe, UserInputs())
+        yield Finding("ok", f"sft: {len(sources)} source(s) of examples, each with something to learn")
 
 
 @check("recipe", fix="correct reward.functions in the recipe")
 def check_reward_names(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    if not recipe.uses_tasks:
+        return
     try:
         rewards = reward_functions(recipe, UserInputs())
     except ConfigError:
@@ -87,7 +94,8 @@ def check_columns(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     check_task_columns(subject.sources, functions)
     check_task_columns(subject.held_out, functions, kind="held-out ")
     subject.rewards = rewards
-    return iter(())
+    for note in shared_prompts(subject.sources, subject.held_out_rows):
+        yield Finding("warning", note.replace("held-out   ", "held-out tasks: "), "keep those rows out of one of the two")
 
 
-CHECKS: tuple[Check, ...] = (check_recipe, check_tasks, check_held_out, check_warmup, check_reward_names, check_columns)
+CHECKS: tuple[Check, ...] = (check_recipe, check_tasks, check_held_out, check_sft, check_reward_names, check_columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,15 +15,18 @@ from transformers.utils.versions import require_version
 
 from headrace.engine import stop_tokens
 from headrace.envs import PromptEncoder
-from headrace.launch import UserInputs, check_settings, count_parameters, longest_prompt, special_stops
+from headrace.launch import UserInputs, check_settings, count_parameters, describe_adapter, longest_prompt, special_stops
+from headrace.lora import AdapterError, base_of
 from headrace.model import (
     ModelError,
     ModelShape,
+    adapter_shapes,
     config_limit,
     lacks_safetensors,
     load_config,
     load_generation,
     load_tokenizer,
+    set_template,
     tiny,
 )
 from headrace.plan.doctor import Finding, check, size
@@ -74,6 +78,7 @@ def check_model(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
         config = tiny.build_config(settings, tiny.build_tokenizer()) if path == tiny.NAME else load_config(path)
         subject.context = config_limit(config, settings.context)
         subject.shape = ModelShape.of(config)
+        path = base_of(path) or path
         subject.num_parameters = count_parameters(Path(path)) or _count_in_config(path, config)
     except ModelError as error:
         fix = "name a folder or hub model of a decoder with full or sliding attention in model.path"
@@ -81,6 +86,13 @@ def check_model(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
         return
     count = f"{subject.num_parameters / 1e6:,.2f} million parameters, {size(subject.weight_bytes)} in {settings.dtype}"
     yield Finding("ok", f"model {path} ({config.get_text_config().model_type}): {count}, context {subject.context}")
+    if recipe.lora.is_on and recipe.steps:
+        try:
+            subject.adapter = sum(map(math.prod, adapter_shapes(settings, recipe.lora).values()))
+            yield Finding("ok", " ".join(describe_adapter(recipe).split()))
+        except AdapterError as error:
+            subject.shape = None  # nothing can be predicted
+            yield Finding("problem", str(error), "name linear layers of the model in lora.targets, or 'all'")
 
 
 def _count_in_config(path: str, config: Any) -> int:  # noqa: ANN401  (transformers' configs share no typed surface)
@@ -96,6 +108,7 @@ def _count_in_config(path: str, config: Any) -> int:  # noqa: ANN401  (transform
 def check_tokenizer(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     path, is_builtin = recipe.model.path, recipe.model.path.startswith("builtin:")
     tokenizer = subject.tokenizer = tiny.build_tokenizer() if is_builtin else load_tokenizer(path)
+    set_template(tokenizer, recipe.model)
     generation = None if is_builtin else load_generation(path)
     stops = {*stop_tokens(generation, tokenizer), *special_stops(recipe.sampling.stop, tokenizer)}
     if stops:

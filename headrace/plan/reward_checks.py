@@ -13,11 +13,11 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from headrace.envs import PromptEncoder
-from headrace.launch import demonstration
+from headrace.launch import encode_examples
 from headrace.model import tiny
 from headrace.plan.doctor import Finding, check
 from headrace.records import Episode, InfraAbort, Scored
-from headrace.score import RewardScorer, RewardWorkers
+from headrace.score import RewardFunction, RewardScorer, RewardWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.plan.doctor import Check, Subject
     from headrace.records import Outcome, Plain
-    from headrace.score import RewardFunction, RewardSettings
+    from headrace.score import RewardSettings
 
 MOST_SECONDS = 10.0
 """The longest a call may take, even if `reward.timeout` is longer."""
@@ -49,11 +49,13 @@ def check_reward(
         gold = str(row["answer"])
         answers = {name: form.format(gold) for name, form in WRAPPED.items()} | {"half": gold[: len(gold) // 2]} | answers
     timeout = min(recipe.reward.timeout, MOST_SECONDS)
-    settings = dataclasses.replace(recipe.reward, timeout=timeout, attempts=1, max_failures=2**31)
+    settings = dataclasses.replace(recipe.reward, timeout=timeout, attempts=1, max_failures=2**31, overlong_buffer=0)
     totals: defaultdict[str, float] = defaultdict(float)
     for function, weight in rewards:
+        own_timeout = function.own.timeout and min(function.own.timeout, timeout)
+        tried = RewardFunction(function, timeout=own_timeout, attempts=None)
         with _watched(timeout):
-            outcomes = asyncio.run(_score(subject, function, row, answers, settings))
+            outcomes = asyncio.run(_score(subject, tried, row, answers, settings))
         failed_on: defaultdict[str, list[str]] = defaultdict(list)
         for name, outcome in outcomes.items():
             if isinstance(outcome, InfraAbort):
@@ -67,8 +69,8 @@ def check_reward(
         for name, value in values.items():
             totals[name] += weight * value
         best = max((name for name in WRAPPED if name in values), key=lambda name: values[name], default="gold")
-        tried = [name for name in outcomes if name not in WRAPPED or name == best]
-        shown = ", ".join(f"{name} {values[name]:.3g}" if name in values else f"{name} none" for name in tried)
+        names = [name for name in outcomes if name not in WRAPPED or name == best]
+        shown = ", ".join(f"{name} {values[name]:.3g}" if name in values else f"{name} none" for name in names)
         yield Finding("ok", f"reward {function.name!r}: {shown}")
     yield from _judged(totals, has_gold="gold" in answers)
 
@@ -83,9 +85,9 @@ async def _score(
     encoder = PromptEncoder(tokenizer)
     episodes = []
     for name, text in answers.items():
-        rollout = demonstration({"prompt": "?", "answer": text}, encoder, name=name)
+        (rollout,) = encode_examples({"prompt": "?", "answer": text}, encoder, name=name)
         episodes.append(Episode(id=name, group=name, task=row, rollouts=(rollout,)))
-    workers = RewardWorkers(settings.workers, timeout=settings.timeout)
+    workers = RewardWorkers(settings.workers, timeout=settings.timeout, num_processes=settings.processes)
     scorer = RewardScorer([(function, 1.0)], decode=lambda rollout: answers[rollout.id], settings=settings, workers=workers)
     with contextlib.closing(workers):
         scored = await scorer.score(episodes[:1])

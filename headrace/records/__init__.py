@@ -31,10 +31,10 @@ if TYPE_CHECKING:
         unpack_rollouts,
         unpack_samplings,
     )
-    from headrace.records.episode import Episode
+    from headrace.records.episode import UNSHAPED, Episode
     from headrace.records.expert_routing import unknown_expert, unknown_routing
     from headrace.records.frames import WireError, decode, encode, read_frames
-    from headrace.records.rollout import Rollout
+    from headrace.records.rollout import SAMPLED_ENTROPY, Rollout
     from headrace.records.sampling import (
         Call,
         FinishReason,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         Source,
         join_masks,
     )
-    from headrace.records.validate import Array, Plain, check_messages, check_plain, grown
+    from headrace.records.validate import NOT_VARIABLES, Array, Plain, check_messages, check_plain, grown, is_template_variable
     from headrace.records.weight_update import Manifest, Part, TensorInfo, WeightUpdate
 else:
     __getattr__ = front_door(__name__)

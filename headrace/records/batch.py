@@ -36,15 +36,27 @@ class Batch:
     kl: str = "none"
     """Estimator of the KL to the reference model that is added to the loss: `k1`, `k2`, `k3` or `none`."""
     kl_weight: float = 0.0
+    entropy_weight: float = 0.0
+    """Of the entropy bonus, which is subtracted from the loss."""
+    entropy_floor: float = 0.0
+    """Tokens whose column `entropy` is below have no loss; KL and entropy bonus apply to them too."""
+    reference_mix: float = 0.0
+    """The share of the new weights in the reference model after this step; 0 leaves the reference as it is."""
     version: int
     """The version trained from; the result is version + 1."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("loss", str), ("correction", str), ("kl", str), ("version", int), ("kl_weight", (int, float))):
+        for name, kind in (("loss", str), ("correction", str), ("kl", str), ("version", int)):
             check_kind(getattr(self, name), kind, f"batch: {name}")
-        if self.version < 0 or not 0 <= self.kl_weight < math.inf:
-            raise ValueError(f"batch: version {self.version} and kl_weight = {self.kl_weight} must be finite and ≥ 0")
-        values: dict[str, Any] = {"rollouts": tuple(self.rollouts), "kl_weight": float(self.kl_weight)}
+        values: dict[str, Any] = {"rollouts": tuple(self.rollouts)}
+        for name in ("kl_weight", "entropy_weight", "entropy_floor", "reference_mix"):
+            value = getattr(self, name)
+            check_kind(value, (int, float), f"batch: {name}")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"batch: {name} = {value} must be finite and ≥ 0")
+            values[name] = float(value)
+        if self.version < 0:
+            raise ValueError(f"batch: version {self.version} must be ≥ 0")
         for name in ("constants", "correction_constants"):
             values[name] = {key: float(value) for key, value in getattr(self, name).items()}
         shapes = [(len(rollout),) for rollout in self.rollouts]

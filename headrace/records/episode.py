@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from headrace.records.rollout import Rollout
 
 
+UNSHAPED = "unshaped"
+"""The name among a rollout's rewards of what the reward was before shaping; only rollouts that were shaped have it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """One attempt at one task: the unit that buffers, staleness and advantages work on."""
@@ -59,3 +63,8 @@ class Episode:
     @property
     def reward(self) -> float | None:
         return self.outcome.reward if isinstance(self.outcome, Scored) else None
+
+    @property
+    def unshaped_reward(self) -> float | None:
+        """The reward before a punishment for length: how right the answer is. Filters, samplers and success go by it."""
+        return self.rollouts[-1].rewards.get(UNSHAPED, self.reward) if self.rollouts else self.reward

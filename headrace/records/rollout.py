@@ -15,6 +15,10 @@ from headrace.records.validate import Array, check_kind, equal_records, frozen, 
 
 _TOKEN_BYTES = sum(dtype.itemsize for dtype in TOKEN_ARRAYS.values())
 
+SAMPLED_ENTROPY = "sampled_entropy"
+"""The column of what `engine.record_entropy` records: [T] float32, the entropy in nats of the distribution that each sampled
+token was really sampled from, at the weights that sampled it; 0 elsewhere. Not the trainer's `entropy`, of its own weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
@@ -54,7 +58,7 @@ class Rollout:
     step_rewards: tuple[tuple[int, float], ...] = ()
     """(token index, value) of intermediate rewards."""
     columns: dict[str, Array] = field(default_factory=dict)
-    """[T, …] arrays that a loss needs: teacher, reference or proximal logprobs, values, entropy."""
+    """[T, …] arrays that a loss needs: teacher, reference or proximal logprobs, values, entropy; and `SAMPLED_ENTROPY`."""
     outcome: Outcome | None = None
     """None until scored."""
     media: None = None
@@ -129,11 +133,13 @@ class Rollout:
         lineage: str,
         sampling_mask: SamplingMask | None = None,
         expert_routing: Array | None = None,
+        entropies: Array | None = None,
     ) -> Rollout:
         """Append the tokens that one call sampled, all of them trained. Called by engines. `sampling_mask` and `expert_routing`
         cover all tokens, old and new; where the new routing is unknown, the old stays. Only what is new is checked, and from
         the second call on only what is new is written (`grown`), so that many small calls do not copy a long rollout each.
-        Columns are dropped, because they were computed over the old tokens."""
+        Columns are dropped, because they were computed over the old tokens; all but `SAMPLED_ENTROPY`, which `entropies`, of
+        the new tokens, continue."""
         new, added = {"token_ids": token_ids, "logprobs": logprobs, "versions": versions}, call.stop - len(self)
         try:
             if call.start != len(self):
@@ -142,6 +148,8 @@ class Rollout:
                 if array.dtype != TOKEN_ARRAYS[name] or array.shape != (added,):
                     problem = f"has dtype {array.dtype} and shape {array.shape} but {added} tokens were sampled"
                     raise ValueError(f"{name} {problem}")
+            if entropies is not None and (entropies.dtype != np.float32 or entropies.shape != (added,)):
+                raise ValueError(f"entropies has shape {entropies.shape} but {added} tokens were sampled")
             routing = merge_routing(self.expert_routing, expert_routing, num_tokens=call.stop)
         except ValueError as error:
             raise ValueError(f"rollout {self.id!r}: {error}") from None
@@ -150,13 +158,13 @@ class Rollout:
         new |= {"source": np.full(added, SAMPLED, dtype=np.int8), "loss_mask": np.ones(added, dtype=bool)}
         join = grown if self.calls else _joined  # most rollouts have one call, and need no spare memory
         changes: dict[str, Any] = {name: join(getattr(self, name), array) for name, array in new.items()}
-        changes |= {"policy": policy, "lineage": lineage, **mask, "columns": {}}
+        changes |= {"policy": policy, "lineage": lineage, **mask, "columns": self._lasting_columns(added, entropies)}
         changes |= {"calls": (*self.calls, call), "finish_reason": call.finish_reason, "expert_routing": routing}
         return unchecked_copy(self, changes)
 
     def append(self, token_ids: list[int] | Array, *, source: Source = Source.TOOL) -> Rollout:
         """Append tokens that the policy did not sample, such as a tool's reply. Called by environments between generate calls;
-        like `extend`, it writes only what is new, and drops columns."""
+        like `extend`, it writes only what is new, and drops the same columns."""
         if Source(source) is Source.SAMPLED:  # raises for what is no source: an engine could not read the rollout
             raise ValueError(f"rollout {self.id!r}: only a generate call adds sampled tokens")
         new = Rollout.from_prompt(token_ids, id=self.id)
@@ -164,7 +172,15 @@ class Rollout:
         changes: dict[str, Any] = {name: grown(getattr(self, name), array) for name, array in arrays.items()}
         changes["sampling_mask"] = join_masks(self.sampling_mask, None, num_old=len(self), num_new=len(new))
         changes["expert_routing"] = merge_routing(self.expert_routing, None, num_tokens=len(self) + len(new))
-        return unchecked_copy(self, {**changes, "columns": {}})
+        return unchecked_copy(self, {**changes, "columns": self._lasting_columns(len(new), None)})
+
+    def _lasting_columns(self, num_new: int, entropies: Array | None) -> dict[str, Array]:
+        """Those that `num_new` more tokens leave valid."""
+        old = self.columns.get(SAMPLED_ENTROPY)
+        if old is None and entropies is None:
+            return {}
+        old = np.zeros(len(self), np.float32) if old is None else old
+        return {SAMPLED_ENTROPY: grown(old, np.zeros(num_new, np.float32) if entropies is None else entropies)}
 
     def detached(self) -> Rollout:
         """A copy whose arrays are its own, and keep no message alive that it came in with others."""
@@ -175,8 +191,8 @@ class Rollout:
 
     def forked(self, at: int, *, id: str) -> Rollout:
         """The first `at` tokens as a new rollout, to generate on from there. A call that spans the fork is cut and counts as
-        interrupted; later calls, rewards, outcome and columns are dropped. Step rewards before the fork and `loss_mask` stay:
-        the caller decides which of the two trains the tokens they share."""
+        interrupted; later calls, rewards, outcome and columns (but `SAMPLED_ENTROPY`) are dropped. Step rewards before the
+        fork and `loss_mask` stay: the caller decides which of the two trains the tokens they share."""
         check_kind(at, int, f"rollout {self.id!r}: the token to fork at")
         if not 1 <= at <= len(self):
             raise ValueError(f"rollout {self.id!r}: cannot be forked at token {at}; it must be 1 to {len(self)}")
@@ -184,7 +200,8 @@ class Rollout:
             raise ValueError(f"rollout {self.id!r}: a fork needs an id of its own")
         calls = tuple(call.cut(at) for call in self.calls if call.start < at)
         changes: dict[str, Any] = {name: getattr(self, name)[:at] for name in TOKEN_ARRAYS}
-        changes |= {"id": id, "parent": (self.id, at), "rewards": {}, "columns": {}, "outcome": None}
+        columns = {name: column[:at] for name, column in self.columns.items() if name == SAMPLED_ENTROPY}
+        changes |= {"id": id, "parent": (self.id, at), "rewards": {}, "columns": columns, "outcome": None}
         changes |= {"calls": calls, "finish_reason": calls[-1].finish_reason if calls else None}
         changes["step_rewards"] = tuple((token, value) for token, value in self.step_rewards if token < at)
         if self.expert_routing is not None:

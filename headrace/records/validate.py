@@ -57,6 +57,19 @@ def check_messages(messages: Sequence[dict[str, Plain]]) -> None:
             raise ValueError(f"message {index} of the prompt ({role}) has the content {content!r}; give text, or '' for none")
 
 
+NOT_VARIABLES = (
+    *("chat_template", "conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "bos_token", "eos_token"),
+)
+"""What we or transformers give every chat template, and arguments of transformers' `apply_chat_template`."""
+
+
+def is_template_variable(name: str) -> bool:
+    """Whether a user may set a variable of a chat template by this name."""
+    return name.isidentifier() and name not in NOT_VARIABLES
+
+
 def check_kind(value: object, kinds: type | tuple[type, ...], name: str) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
         raise ValueError(f"{name} = {value!r} is a {type(value).__name__}")

@@ -141,7 +141,7 @@ class WeightUpdate:
     payload: str = "full"
     """What is sent; see `headrace.sync` for the choices."""
     adapter: dict[str, Plain] | None = None
-    """Reserved: an adapter's configuration."""
+    """The settings of the adapter, if the tensors are those of one; None if they are the model's."""
     manifest: Manifest = field(default_factory=lambda: Manifest.of(()))
     """Accepts any iterable of `TensorInfo`."""
     parts: tuple[Part, ...] = ()

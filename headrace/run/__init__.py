@@ -3,6 +3,7 @@
 - `loops`: feed, generate, score and train. Start here.
 - `state`, `policy`, `in_flight`: what the loops share, the state of each policy, and the record of each episode in flight.
 - `batches`, `publishing`: turn groups into batches for the trainer, and deliver new weights to the engines.
+- `callbacks`, `changes`: users' objects that are called between versions, and settings changed while the run goes on.
 - `session`, `evaluate`, `checkpoint`, `metrics`, `ledger`: what happens between versions, and what a run leaves on disk.
 
 `launch` builds the `Roles` (engine, trainers, scorer …, in whichever process) and the `Session`.
@@ -14,14 +15,17 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.run.batches import StartedBatch
+    from headrace.run.callbacks import Callback, CallbackError, Callbacks, CallbackState
+    from headrace.run.changes import Change, changed, changes_in, replay
     from headrace.run.checkpoint import FORMAT, MANIFEST, Checkpoint, CheckpointStore, checkpoints_in
-    from headrace.run.evaluate import Evaluator
+    from headrace.run.estimates import Estimate, TaskScore, differences
+    from headrace.run.evaluate import Evaluation, Evaluator, task_id
     from headrace.run.in_flight import EpisodeInFlight
     from headrace.run.loops import first_failure, leg, run_loops
     from headrace.run.policy import POLICY, PolicyState
     from headrace.run.publishing import make_canary
     from headrace.run.session import Session, fewer_gc_pauses
-    from headrace.run.settings import CheckpointSettings, EvaluateSettings, WarmupSettings
+    from headrace.run.settings import CheckpointSettings, EvaluateSettings, SftSettings
     from headrace.run.state import Roles, Run
 else:
     __getattr__ = front_door(__name__)

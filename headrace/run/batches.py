@@ -1,21 +1,22 @@
-"""Turns groups into batches: advantages, and the token weights that implement the recipe's mean (`train.mean_over`).
+"""Turns groups into batches: advantages, and the token weights that implement the recipe's mean (`train.loss_mean`).
 
-Per-rollout advantages need only rewards. Per-token ones need columns that only the trainer can compute, so they take two
-steps: `make_batches`, then `with_token_advantages` once the columns of `columns_first` are computed. Both see all groups of a
-version, so that batch statistics do not depend on the number of optimizer steps.
+Some advantages, weights and masks need columns that only the trainer can compute: `columns_first` names them, and
+`make_batches` takes groups that have them. It sees all groups of a version, so that batch statistics do not depend on the
+number of optimizer steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from headrace.algorithms import (
     ADVANTAGES,
-    PROXIMAL,
+    COMPUTED,
+    ENTROPY,
     REFERENCE,
     RETURNS,
     REWARDS,
@@ -24,19 +25,24 @@ from headrace.algorithms import (
     batch_advantages,
     gae,
     needed_columns,
+    next_entropy_weight,
+    next_kl_weight,
     normalised,
+    sum_of_normalised,
     token_rewards,
+    unwanted,
 )
-from headrace.records import Batch
+from headrace.records import Batch, FinishReason
+from headrace.settings import ConfigError
 from headrace.staleness import correction_constants, correction_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
+    from headrace.algorithms import FilterSettings
     from headrace.buffer import Group
     from headrace.config import Recipe
-    from headrace.records import Array, Rollout
-    from headrace.run.evaluate import Evaluation
+    from headrace.records import Array, Episode, Rollout
     from headrace.trainer import Published
 
 
@@ -50,90 +56,274 @@ class StartedBatch:
     steps_before: int
     """Optimizer steps the trainer had made before."""
     batches: list[Batch] = field(default_factory=list)
+    """One for each optimizer step."""
+    following: TermWeights | None = None
+    """The weights of KL and entropy bonus before the next version."""
+    term_metrics: dict[str, float] = field(default_factory=dict)
     steps: list[Awaitable[dict[str, float]]] = field(default_factory=list)
     """Metrics of each optimizer step; empty until the steps are requested from the trainer."""
     publishing: Awaitable[Published] | None = None
     """The publication of the next version, if it was requested together with the steps."""
     seen: list[dict[str, float]] = field(default_factory=list)
     """The metrics of the steps, once they are trained."""
-    rejected: float = 0.0
-    """The share of rollouts rejected, of those trained or rejected since the version before."""
-    evaluation: Evaluation | None = None
+    filtered: list[float] = field(default_factory=list)
+    """Mean rewards of the groups that `[filter]` dropped since the batch before."""
+    settled: dict[str, float] = field(default_factory=dict)
+    """The shares of rollouts rejected, filtered and failed since the version before."""
     metrics: dict[str, Any] | None = None
-    """Of the version, once any evaluation that was due is done."""
+    """Of the version, once any evaluation that the trainer waits for is done."""
+
+    def filter_metrics(self, settings: FilterSettings) -> dict[str, float]:
+        """`groups_unwanted`: trained nevertheless, because `filter.max_draws` was reached."""
+        if not settings.is_on:
+            return {}
+        rewards = [group.unshaped_rewards for group in self.groups]
+        return {
+            "groups_drawn": len(rewards) + len(self.filtered),
+            "groups_filtered": len(self.filtered),
+            "groups_unwanted": len(unwanted(rewards, settings, batch=len(rewards))),
+            "reward_drawn": float(np.mean([*self.filtered, *(sum(each) / len(each) for each in rewards)])),
+        }
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Each once, however many epochs train it."""
+        return unique_rollouts(self.batches)
 
 
-def make_batches(groups: Sequence[Group], recipe: Recipe, *, version: int) -> list[Batch]:
-    """One batch per optimizer step of this version."""
-    rewards = [[episode.reward for episode in group.episodes if episode.reward is not None] for group in groups]
-    values = batch_advantages(rewards, kind=recipe.train.advantage)
-    parts = min(recipe.train.mini_batches, len(groups))
-    return [_make_batch(groups[part::parts], values[part::parts], recipe, version=version) for part in range(parts)]
+class TermWeights(NamedTuple):
+    """Of the KL to the reference, and of the entropy bonus."""
+
+    kl: float
+    entropy: float
 
 
-def columns_first(batches: Sequence[Batch], recipe: Recipe) -> list[str]:
-    """Columns the trainer computes before a version's first step: those per-token advantages need, and, if several steps will
-    move the weights, the current policy's logprobs where a loss or correction uses them."""
+def unique_rollouts(batches: Sequence[Batch]) -> list[Rollout]:
+    return list({id(rollout): rollout for batch in batches for rollout in batch.rollouts}.values())
+
+
+def columns_first(groups: Sequence[Group], recipe: Recipe) -> list[str]:
+    """Columns the trainer computes before a version's first step: those that advantages, weights and masks are made from; if
+    several steps will move the weights, all of the policy's own that a loss or correction uses; and over several epochs those
+    of frozen models too, so that each is computed once."""
+    train, made_from = recipe.train, ADVANTAGES[recipe.train.advantage].made_from
+    needed = needed_columns(train.loss, correction_of(recipe), train.kl_in_loss)
+    wanted = {
+        made_from: bool(made_from),
+        REFERENCE: train.kl_in_reward or train.kl_target > 0,
+        ENTROPY: train.entropy_quantile < 1,
+    }
+    if train.epochs * min(train.mini_batches, len(groups)) > 1:
+        fixed = () if train.epochs > 1 else (REFERENCE, TEACHER)  # the same at every step
+        wanted |= {name: True for name in needed if name in COMPUTED and name not in fixed}
+    rollouts = _rollouts(groups)
+    return [name for name, is_wanted in wanted.items() if is_wanted and not all(name in r.columns for r in rollouts)]
+
+
+def batch_to_score(groups: Sequence[Group], recipe: Recipe, *, version: int) -> Batch:
+    """All rollouts of a version, to compute their columns."""
+    rollouts = _rollouts(groups)
+    zeros = np.zeros(sum(map(len, rollouts)), dtype=np.float32)
+    return Batch.from_columns(rollouts, advantages=zeros, weights=zeros, loss=recipe.train.loss, version=version)
+
+
+def with_column(groups: Sequence[Group], name: str, values: Sequence[Array]) -> list[Group]:
+    """Add a column to every rollout; `values` are in the order of `batch_to_score`."""
+    remaining = iter(values)
+    return [
+        dataclasses.replace(
+            group,
+            episodes=tuple(
+                episode.replace(rollouts=tuple(_with_columns(r, {name: next(remaining)}) for r in episode.rollouts))
+                for episode in group.episodes
+            ),
+        )
+        for group in groups
+    ]
+
+
+def adapt_weights(groups: Sequence[Group], recipe: Recipe, weights: TermWeights) -> tuple[TermWeights, TermWeights]:
+    """(The weights to train these groups with, the weights before the next version); those that do not adapt are the recipe's,
+    which a callback may have changed."""
+    train, rollouts = recipe.train, _rollouts(groups)
+    used = TermWeights(weights.kl if train.kl_target else train.kl, weights.entropy if train.entropy_target else train.entropy)
+    following = used
+    if not (train.entropy_target or train.kl_target):
+        return used, following
+    logprobs = _on_masks(rollouts, [rollout.logprobs for rollout in rollouts])
+    if train.entropy_target and len(logprobs):
+        entropy = -float(logprobs.mean())
+        used = used._replace(entropy=weights.entropy if entropy <= train.entropy_target else 0.0)
+        adapted = next_entropy_weight(weights.entropy, entropy=entropy, target=train.entropy_target, step=train.entropy_step)
+        following = following._replace(entropy=adapted)
+    if train.kl_target and len(logprobs):
+        kl = _mean_kl(rollouts)
+        share = len(rollouts) / train.kl_horizon
+        following = following._replace(kl=next_kl_weight(weights.kl, kl=kl, target=train.kl_target, share=share))
+    return used, following
+
+
+def make_batches(
+    groups: Sequence[Group],
+    recipe: Recipe,
+    *,
+    version: int,
+    weights: TermWeights | None = None,
+    reward_weights: Mapping[str, float] | None = None,
+) -> list[Batch]:
+    """One batch per optimizer step of this version. Each epoch trains every group, and from the second on in other
+    mini-batches, shuffled under the seed. `reward_weights` are those of the reward functions, by name, for
+    `train.normalize_each_reward`; 1 where none is given."""
     train = recipe.train
-    made_from = ADVANTAGES[train.advantage].made_from
-    wanted = [*([made_from] if made_from else []), *([REFERENCE] if train.kl_in_reward else [])]
-    if len(batches) > 1 and PROXIMAL in needed_columns(train.loss, correction_of(recipe)):
-        wanted.append(PROXIMAL)
-    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
-    return [name for name in wanted if not all(name in rollout.columns for rollout in rollouts)]
+    weights = weights or TermWeights(train.kl, train.entropy)
+    settings: dict[str, Any] = {
+        "loss": train.loss,
+        "constants": train.constants,
+        "correction": correction_of(recipe),
+        "correction_constants": correction_constants(recipe),
+        "kl": train.kl_in_loss,
+        "kl_weight": weights.kl if train.kl_in_loss != "none" else 0.0,
+        "entropy_weight": weights.entropy,
+        "version": version,
+    }
+    if train.normalize_each_reward:
+        rewards = [sum_of_normalised(list(map(_parts, group.episodes)), weights=reward_weights or {}) for group in groups]
+    else:
+        rewards = [np.array([episode.reward or 0.0 for episode in group.episodes]) for group in groups]
+    by_group, batches = _with_advantages(groups, rewards, recipe, kl_weight=weights.kl), []
+    if train.mask_truncated:  # after the advantages, so that its reward and KL count for its siblings
+        by_group = [[_masked_if_truncated(*each) for each in group] for group in by_group]
+    if train.entropy_quantile < 1:
+        trained = [rollout for group in by_group for rollout, _ in group]
+        entropies = _on_masks(trained, [rollout.columns[ENTROPY] for rollout in trained])
+        floor = np.quantile(entropies, 1 - train.entropy_quantile, method="higher") if len(entropies) else 0.0
+        settings["entropy_floor"] = max(0.0, float(floor))
+    parts = min(train.mini_batches, len(groups))
+    for epoch in range(train.epochs):
+        if epoch and parts > 1:
+            order = np.random.default_rng([recipe.seed, version, epoch]).permutation(len(groups))
+            by_group = [by_group[place] for place in order]
+        batches += [_make_batch(by_group[part::parts], recipe, settings) for part in range(parts)]
+    if train.reference_every and batches and (version + 1) % train.reference_every == 0:
+        batches[-1] = dataclasses.replace(batches[-1], reference_mix=train.reference_mix)
+    return batches
 
 
-def with_column(batch: Batch, name: str, values: Sequence[Array]) -> Batch:
-    """Add a column to every rollout."""
-    rollouts = tuple(_with_columns(rollout, {name: value}) for rollout, value in zip(batch.rollouts, values, strict=True))
-    return dataclasses.replace(batch, rollouts=rollouts)
+def term_metrics(groups: Sequence[Group], weights: TermWeights, recipe: Recipe, *, version: int) -> dict[str, float]:
+    """What a version reports of its terms. A KL in the loss is reported by the loss."""
+    train, metrics = recipe.train, {}
+    if train.kl:
+        metrics["train/kl_weight"] = weights.kl
+    if train.kl_in_reward:
+        metrics["train/reference_kl"] = _mean_kl(_rollouts(groups))
+    if train.entropy or train.entropy_target:
+        metrics["train/entropy_weight"] = weights.entropy
+    if train.reference_every:
+        metrics["train/reference_version"] = float(version - version % train.reference_every)
+    return metrics
 
 
-def with_token_advantages(batches: Sequence[Batch], recipe: Recipe) -> list[Batch]:
-    """Add per-token advantages, if the recipe uses them, from columns computed before."""
-    made_from = ADVANTAGES[recipe.train.advantage].made_from
-    if not made_from:
-        return list(batches)
-    if made_from == TEACHER:
-        return [dataclasses.replace(batch, advantages=tuple(map(_distilled, batch.rollouts))) for batch in batches]
-    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
-    made, returns = zip(*(_estimated(rollout, recipe) for rollout in rollouts), strict=True)
-    scaled = np.split(normalised(np.concatenate(made)), np.cumsum([len(part) for part in made])[:-1])
-    placed, returned = (iter(map(_placed, parts, rollouts)) for parts in (scaled, returns))
-    results = []
-    for batch in batches:
-        with_returns = with_column(batch, RETURNS, [next(returned) for _ in batch.rollouts])
-        results.append(dataclasses.replace(with_returns, advantages=tuple(next(placed) for _ in batch.rollouts)))
-    return results
-
-
-def _make_batch(groups: Sequence[Group], values: Sequence[Array], recipe: Recipe, *, version: int) -> Batch:
-    train = recipe.train
-    rollouts: list[Rollout] = []
-    of_rollouts: list[float] = []
-    for group, of_group in zip(groups, values, strict=True):
-        for episode, value in zip(group.episodes, of_group.tolist(), strict=True):
-            members = episode.rollouts
-            if ADVANTAGES[train.advantage].learns_values:
-                reward = episode.reward or 0.0
-                members = tuple(_with_columns(rollout, {REWARDS: token_rewards(rollout, reward)}) for rollout in members)
-            rollouts += members
-            of_rollouts += [value] * len(members)
+def _make_batch(groups: Sequence[list[tuple[Rollout, Array]]], recipe: Recipe, settings: dict[str, Any]) -> Batch:
+    rollouts = [rollout for group in groups for rollout, _ in group]
     lengths = np.array([len(rollout) for rollout in rollouts], dtype=np.int64)
-    mask = np.concatenate([rollout.loss_mask for rollout in rollouts]) if rollouts else np.zeros(0, dtype=bool)
-    has_kl = train.kl > 0 and not train.kl_in_reward
+    mask = np.concatenate([np.zeros(0, dtype=bool), *(rollout.loss_mask for rollout in rollouts)])
     return Batch.from_columns(
         rollouts,
-        advantages=_on_trained(of_rollouts, lengths, mask),
+        advantages=np.concatenate([np.zeros(0, dtype=np.float32), *(values for group in groups for _, values in group)]),
         weights=_on_trained(_scales(lengths, mask, recipe), lengths, mask),
-        loss=train.loss,
-        constants=train.constants,
-        correction=correction_of(recipe),
-        correction_constants=correction_constants(recipe),
-        kl=train.kl_estimator if has_kl else "none",
-        kl_weight=train.kl if has_kl else 0.0,
-        version=version,
+        **settings,
     )
+
+
+def _with_advantages(
+    groups: Sequence[Group], rewards: Sequence[Array], recipe: Recipe, *, kl_weight: float
+) -> list[list[tuple[Rollout, Array]]]:
+    """By group: each rollout, with the columns its loss needs, and its advantages, [T] float32. With a KL in the reward, each
+    token's own share of it counts for itself and the tokens before, or all of the episode's for each of its tokens."""
+    train, traits = recipe.train, ADVANTAGES[recipe.train.advantage]
+    if traits.made_from == TEACHER:
+        return [[(rollout, _distilled(rollout)) for e in group.episodes for rollout in e.rollouts] for group in groups]
+    if traits.learns_values or (train.kl_in_reward and traits.kl_is_per_token):
+        return _with_token_advantages(groups, rewards, recipe, kl_weight=kl_weight)
+    if train.kl_in_reward:
+        costs = [[kl_weight * sum(map(_sampled_kl, e.rollouts)) for e in group.episodes] for group in groups]
+        rewards = [of_group - np.array(cost) for of_group, cost in zip(rewards, costs, strict=True)]
+    values = batch_advantages(rewards, baseline=train.advantage, scale=train.scale)
+    return [
+        [
+            (rollout, np.where(rollout.loss_mask, value, np.float32(0)))
+            for episode, value in zip(group.episodes, of_group, strict=True)
+            for rollout in episode.rollouts
+        ]
+        for group, of_group in zip(groups, values, strict=True)
+    ]
+
+
+def _with_token_advantages(
+    groups: Sequence[Group], rewards: Sequence[Array], recipe: Recipe, *, kl_weight: float
+) -> list[list[tuple[Rollout, Array]]]:
+    """From the rewards of single tokens: by `gae`, or without values the reward to come less the mean; ÷ the version's std."""
+    train, learns_values = recipe.train, ADVANTAGES[recipe.train.advantage].learns_values
+    rollouts, made = [], []
+    episodes = [episode for group in groups for episode in group.episodes]
+    for episode, reward in zip(episodes, np.concatenate([np.zeros(0), *rewards]).tolist(), strict=True):
+        for rollout in episode.rollouts:
+            mask, own = rollout.loss_mask, token_rewards(rollout, reward)
+            of_tokens = own[mask]
+            if train.kl_in_reward:
+                of_tokens = of_tokens - kl_weight * (rollout.logprobs[mask] - rollout.columns[REFERENCE][mask])
+            if learns_values:
+                found, returns = gae(of_tokens, rollout.columns[VALUES][mask], discount=train.discount, trace=train.gae_lambda)
+                rollout = _with_columns(rollout, {REWARDS: own, RETURNS: _placed(returns, rollout)})
+            else:
+                found, _ = gae(of_tokens, np.zeros_like(of_tokens), discount=1.0, trace=1.0)
+            rollouts.append(rollout)
+            made.append(found)
+    every = np.concatenate([np.zeros(0), *made])
+    if train.scale != "none":
+        every = normalised(every)
+    elif not learns_values and len(every):
+        every = every - every.mean()
+    scaled = np.split(every, np.cumsum([len(part) for part in made]))
+    pairs = iter([(rollout, _placed(part, rollout)) for rollout, part in zip(rollouts, scaled, strict=False)])
+    return [[next(pairs) for episode in group.episodes for _ in episode.rollouts] for group in groups]
+
+
+def _parts(episode: Episode) -> Mapping[str, float]:
+    """The rewards of an episode by the name of their function."""
+    parts = episode.rollouts[-1].rewards if episode.rollouts else {}
+    if not parts:
+        problem = f"episode {episode.id!r} has no rewards by name, only their sum"
+        raise ConfigError(f"train.normalize_each_reward = true: {problem}; set it to false, or have the environment set them")
+    return parts
+
+
+def _masked_if_truncated(rollout: Rollout, advantages: Array) -> tuple[Rollout, Array]:
+    """Nothing to train in a rollout that was cut off at its length limit."""
+    if rollout.finish_reason is not FinishReason.LENGTH:
+        return rollout, advantages
+    return rollout.replace(loss_mask=np.zeros_like(rollout.loss_mask)), np.zeros_like(advantages)
+
+
+def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
+    return [rollout for group in groups for episode in group.episodes for rollout in episode.rollouts]
+
+
+def _on_masks(rollouts: Sequence[Rollout], arrays: Sequence[Array]) -> Array:
+    """The values of all trained tokens."""
+    parts = [array[rollout.loss_mask] for rollout, array in zip(rollouts, arrays, strict=True)]
+    joined: Array = np.concatenate([np.zeros(0, dtype=np.float64), *parts])
+    return joined
+
+
+def _mean_kl(rollouts: Sequence[Rollout]) -> float:
+    """The mean of log μ − log π_ref over the trained tokens."""
+    return sum(map(_sampled_kl, rollouts)) / max(sum(int(np.count_nonzero(rollout.loss_mask)) for rollout in rollouts), 1)
+
+
+def _sampled_kl(rollout: Rollout) -> float:
+    """Σ log μ − log π_ref over the trained tokens."""
+    return float((rollout.logprobs - rollout.columns[REFERENCE])[rollout.loss_mask].sum(dtype=np.float64))
 
 
 def _on_trained(values: Sequence[float] | Array, lengths: Array, mask: Array) -> Array:
@@ -142,9 +332,11 @@ def _on_trained(values: Sequence[float] | Array, lengths: Array, mask: Array) ->
 
 
 def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
-    """[rollouts]: the weight of each trained token. They sum to 1 over a batch, or less with a constant, or if sequences count
-    equally and some have no trained token."""
+    """[rollouts]: the weight of each trained token. They sum to 1 over a batch; to the mean number of tokens with `sum`; to
+    less than 1 with `constant`, or if sequences count equally and some have no trained token."""
     train = recipe.train
+    if train.mean_over == "sum":
+        return np.full(len(lengths), 1 / max(len(lengths), 1))
     if train.mean_over == "constant":
         return np.full(len(lengths), train.mini_batches / (train.batch * recipe.sampling.max_tokens))
     if train.mean_over == "token":
@@ -154,15 +346,6 @@ def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
     counts = trained[stops] - trained[stops - lengths]
     scales: Array = 1 / (len(lengths) * np.maximum(counts, 1))
     return scales
-
-
-def _estimated(rollout: Rollout, recipe: Recipe) -> tuple[Array, Array]:
-    """(Advantages, returns) of the trained tokens of one rollout."""
-    train, mask = recipe.train, rollout.loss_mask
-    rewards = rollout.columns[REWARDS][mask]
-    if train.kl_in_reward:
-        rewards = rewards - train.kl * (rollout.logprobs[mask] - rollout.columns[REFERENCE][mask])
-    return gae(rewards, rollout.columns[VALUES][mask], discount=train.discount, trace=train.gae_lambda)
 
 
 def _distilled(rollout: Rollout) -> Array:

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,8 +58,7 @@ class Checkpoint:
         return int(self.manifest["version"])
 
     def buffered(self) -> list[Group]:
-        groups = self._read(BUFFER)
-        return [Group(number=entry["number"], episodes=tuple(unpack_episodes(entry["episodes"]))) for entry in groups]
+        return [Group(**(entry | {"episodes": tuple(unpack_episodes(entry["episodes"]))})) for entry in self._read(BUFFER)]
 
     def in_flight(self) -> list[dict[str, Any]]:
         """Entries of `InFlightTable`; none in old checkpoints, which did not keep them."""
@@ -96,7 +95,7 @@ class CheckpointStore:
         """Ask for the weights now; the coroutine then writes `step-{version}` and removes the oldest beyond `keep`.
         `in_flight`: entries of `InFlightTable`. `beside`: the trainer goes on meanwhile, so that it cannot be asked for these
         weights again if the disk is full."""
-        groups = [{"number": group.number, "episodes": group.episodes} for group in buffered]
+        groups = [{each.name: getattr(group, each.name) for each in fields(group)} for group in buffered]
         contents = {BUFFER: groups, PARTIAL: list(in_flight)}
         manifest = {"format": FORMAT, "version": version, **manifest}
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from headrace.engine import Engine, InFlight
-    from headrace.records import Episode, Plain, Rollout
+    from headrace.records import Episode, Rollout
     from headrace.sync import Lineage
+    from headrace.tasks import Task
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class GroupInFlight:
     name: str
     number: int
     """Its place in the policy's order of submission."""
-    task: dict[str, Plain]
+    task: Task
     episodes: list[EpisodeInFlight] = field(default_factory=list)
     is_cancelled: bool = False
     """Removed from the table, though some of its episodes may still be finishing."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from typing import NoReturn
 
+    from headrace.config import Recipe
     from headrace.records import Episode
     from headrace.run.batches import StartedBatch
     from headrace.run.in_flight import EpisodeInFlight
@@ -57,7 +58,7 @@ async def generate(run: Run) -> NoReturn:
 
 async def _run_episode(run: Run, record: EpisodeInFlight) -> None:
     timeout = run.recipe.episode.timeout
-    run.finish(record, await run_episode(run.roles.environment, record.group.task, run.client(record), timeout=timeout))
+    run.finish(record, await run_episode(run.roles.environment, record.group.task.row, run.client(record), timeout=timeout))
 
 
 async def score(run: Run) -> NoReturn:
@@ -101,10 +102,11 @@ async def train(run: Run, policy: PolicyState) -> None:
     """
     ahead: asyncio.Task[StartedBatch | None] | None = None
     try:
-        started = await _start_batch(run, policy, policy.version)
+        started = await _start_batch(run, policy, policy.version, policy.recipe)
         while started is not None:
             following = started.version + 1
-            ahead = run.spawn(_start_batch, run, policy, following) if run.may_run_ahead(policy, following) else None
+            may_run_ahead, recipe = run.may_run_ahead(policy, following), policy.recipe  # callbacks may change it meanwhile
+            ahead = run.spawn(_start_batch, run, policy, following, recipe) if may_run_ahead else None
             started.seen = [await step for step in started.steps]
             run.settle_trained(policy, started)
             await policy.skipped.check(started)
@@ -112,7 +114,7 @@ async def train(run: Run, policy: PolicyState) -> None:
             await run.resume_engines(policy)
             run.room.set()
             await run.after_version(policy)
-            started = await ahead if ahead is not None else await _start_batch(run, policy, policy.version)
+            started = await (ahead or _start_batch(run, policy, policy.version, policy.recipe))
     except BaseException as failure:
         policy.return_groups(failure)
         raise
@@ -121,8 +123,8 @@ async def train(run: Run, policy: PolicyState) -> None:
             ahead.cancel()  # now: it must not take groups just returned to the buffer
 
 
-async def _start_batch(run: Run, policy: PolicyState, version: int) -> StartedBatch | None:
-    """Start training `version`, or return None if the leg ends before it."""
+async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Recipe) -> StartedBatch | None:
+    """Start training `version` as `recipe` says, or return None if the leg ends before it."""
     while version < run.leg_end and not run.is_stopping:
         await run.observer.timeline("trainer").wait("wait-batch", policy.buffer.ready)
         if run.is_stopping:
@@ -130,7 +132,7 @@ async def _start_batch(run: Run, policy: PolicyState, version: int) -> StartedBa
         policy.reject_stale(version)
         if policy.buffer.ready.is_set():
             await run.pause_engines()
-            started = await policy.start_batch(version)
+            started = await policy.start_batch(version, recipe, on_taken=run.on_taken)
             await policy.cancel_over_age(version)
             return started
     return None

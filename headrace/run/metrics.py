@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.errors import command
+from headrace.records import FinishReason
+from headrace.run.batches import unique_rollouts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from headrace.buffer import Group
     from headrace.observe import Observer
     from headrace.run.batches import StartedBatch
+    from headrace.score import Sums
+
+_MAX_TEXT = 8000
+"""Characters of a prompt or completion in a table; of a longer one, the middle is left out."""
 
 
 @dataclass
@@ -23,6 +32,10 @@ class Progress:
     """Held-out metrics before RL; None until measured."""
     held_out_after: dict[str, float] = field(default_factory=dict)
     """Held-out metrics of the last evaluation."""
+    evaluating: int | None = None
+    """The version of an evaluation that is due or running; a resumed run makes it again."""
+    seconds_evaluating: float = 0.0
+    """Spent before and after RL on the first and last evaluations."""
     trained_tokens: int = 0
     wasted_tokens: int = 0
     """As of the last checkpoint."""
@@ -33,11 +46,18 @@ class Progress:
     reward_first: float | None = None
     reward_last: float | None = None
     skipped_steps: int = 0
+    logged: Sums = field(default_factory=dict)
+    """What rewards logged since the last version."""
 
-    def count(self, started: StartedBatch, *, seconds: float) -> dict[str, Any]:
+    def log(self, sums: Sums) -> None:
+        """Add what rewards have logged. Makes a new dict: a checkpoint may still hold the old one."""
+        both = {name: (self.logged.get(name, [0.0, 0]), sums.get(name, [0.0, 0])) for name in self.logged | sums}
+        self.logged = {name: [total + more, count + others] for name, ((total, count), (more, others)) in both.items()}
+
+    def count(self, started: StartedBatch, *, seconds: float, success_at: float) -> dict[str, Any]:
         """Add a version that took `seconds` to the totals and return its metrics."""
-        batches, groups = started.batches, started.groups
-        versions = np.concatenate([rollout.versions for batch in batches for rollout in batch.rollouts])
+        rollouts, groups = started.rollouts, started.groups
+        versions = np.concatenate([rollout.versions for rollout in rollouts])
         lags = started.version - versions[versions >= 0]
         rewards = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
         tokens, most = len(lags), int(lags.max(initial=0))
@@ -47,16 +67,92 @@ class Progress:
         self.lag_max = max(self.lag_max, most)
         self.reward_last = float(np.mean(rewards))
         self.reward_first = self.reward_last if self.reward_first is None else self.reward_first
+        logged, self.logged = self.logged, {}
         return {
+            **{f"logged/{name}": total / count for name, (total, count) in logged.items()},
             "reward": self.reward_last,
             "reward_std": float(np.std(rewards)),
             "tokens_per_second": tokens / max(seconds, 1e-9),
-            "completion_tokens": tokens / sum(len(batch.rollouts) for batch in batches),
             "lag_mean": float(lags.mean()) if tokens else 0.0,
             "lag_max": most,
             "seconds": seconds,
-            "tied_groups": sum(group.is_tied for group in groups),
+            "tied": sum(group.is_tied for group in groups) / len(groups),
+            **completion_metrics(groups),
+            **reward_metrics(groups, success_at=success_at),
+            **started.term_metrics,
         }
+
+
+def completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Sampled tokens of the rollouts, the share that `sampling.max_tokens` truncated, and the lengths of the others."""
+    rollouts = [rollout for group in groups for episode in group.episodes for rollout in episode.rollouts]
+    lengths = np.array([rollout.num_sampled for rollout in rollouts])
+    is_truncated = np.array([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts])
+    found = {"completions/truncated": float(is_truncated.mean())}
+    for kind, some in (("length", lengths), ("terminated_length", lengths[~is_truncated])):
+        for name, of in (("mean", np.mean), ("min", np.min), ("max", np.max)) if len(some) else ():
+            found[f"completions/{name}_{kind}"] = float(of(some))
+    return found
+
+
+def reward_metrics(groups: Sequence[Group], *, success_at: float) -> dict[str, float]:
+    """Mean and deviation of each reward function over the episodes it judged, and mean reward and success by source."""
+    functions: dict[str, list[float]] = {}
+    sources: dict[str, list[float]] = {}
+    solved: dict[str, list[bool]] = {}
+    for group in groups:
+        for episode in group.episodes:
+            for name, value in episode.rollouts[-1].rewards.items() if episode.rollouts else ():
+                functions.setdefault(name, []).append(value)
+            if group.source and episode.reward is not None and episode.unshaped_reward is not None:
+                sources.setdefault(group.source, []).append(episode.reward)
+                solved.setdefault(group.source, []).append(episode.unshaped_reward >= success_at)
+    found = {f"reward/{name}": float(np.mean(values)) for name, values in functions.items()}
+    found |= {f"reward/{name}/std": float(np.std(values)) for name, values in functions.items()}
+    found |= {f"reward/source/{name}": float(np.mean(values)) for name, values in sources.items()}
+    return found | {f"success/source/{name}": float(np.mean(values)) for name, values in solved.items()}
+
+
+def rollout_rows(started: StartedBatch, *, limit: int, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+    """A row for each of the first `limit` rollouts of a version, for a table. All have the same columns."""
+    sources = {episode.group: group.source for group in started.groups for episode in group.episodes}
+    every = [pair for batch in started.batches for pair in zip(batch.rollouts, batch.advantages, strict=True)]
+    pairs = list({id(rollout): (rollout, advantages) for rollout, advantages in every}.values())[:limit]  # not once per epoch
+    functions = dict.fromkeys(name for rollout, _ in pairs for name in rollout.rewards)
+    rows = []
+    for rollout, advantages in pairs:
+        num_prompt = len(rollout) - len(rollout.completion_ids)
+        trained = advantages[rollout.loss_mask]
+        rows.append(
+            {
+                "version": started.version + 1,
+                "group": rollout.group,
+                "source": sources[rollout.group],
+                "prompt": _shortened(decode(rollout.token_ids[:num_prompt].tolist())),
+                "completion": _shortened(decode(rollout.completion_ids)),
+                "reward": rollout.reward,
+                **{f"reward/{name}": rollout.rewards.get(name) for name in functions},
+                "advantage": float(trained.mean()) if len(trained) else 0.0,
+                "tokens": rollout.num_sampled,
+                "finish_reason": str(rollout.finish_reason),
+            }
+        )
+    return rows
+
+
+def _shortened(text: str) -> str:
+    half = _MAX_TEXT // 2
+    return text if len(text) <= _MAX_TEXT else f"{text[:half]} … {text[-half:]}"
+
+
+def settled_shares(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, float]:
+    """Of the rollouts that were trained or met the same end between two counts of the ledger: the share rejected as too old,
+    filtered, and failed."""
+    trained, counts = now["trained"] - before["trained"], {}
+    for state in ("rejected", "filtered", "failed"):
+        count = now[state] - before[state]
+        counts[state] = count / max(trained + count, 1)
+    return counts
 
 
 def trainer_metrics(seen: list[dict[str, float]], *, memory_peak: int) -> dict[str, float]:
@@ -91,7 +187,7 @@ class SkippedSteps:
             self._in_a_row = self._in_a_row + 1 if is_skipped else 0
             is_limit_reached |= self._in_a_row == self._limit > 0
         offending = [batch for batch, is_skipped in zip(started.batches, was_skipped, strict=True) if is_skipped]
-        rollouts, keep = [rollout for batch in offending for rollout in batch.rollouts], self._observer.keep_rollouts
+        rollouts, keep = unique_rollouts(offending), self._observer.keep_rollouts
         kept = await asyncio.to_thread(keep, version, rollouts) if self._in_thread else keep(version, rollouts)
         where = "could not be kept" if kept is None else f"are in {kept}"
         steps = f"{len(offending)} of {len(started.seen)} steps" if len(started.seen) > 1 else "the step"

@@ -7,19 +7,32 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer import Group, make_buffer
+from headrace.algorithms import unwanted
+from headrace.buffer import Group, buffer_capacity, make_buffer
 from headrace.records import InfraAbort, Invalid, Scored
-from headrace.run.batches import StartedBatch, columns_first, make_batches, with_column, with_token_advantages
+from headrace.run.batches import (
+    StartedBatch,
+    TermWeights,
+    adapt_weights,
+    batch_to_score,
+    columns_first,
+    make_batches,
+    term_metrics,
+    with_column,
+)
 from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable, num_sampled
 from headrace.run.ledger import Ledger
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
 from headrace.staleness import make_gate, too_old
+from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from headrace.config import Recipe
     from headrace.observe import Observer, Signal
-    from headrace.records import Episode, Plain
+    from headrace.records import Episode
     from headrace.run.checkpoint import Checkpoint
     from headrace.run.state import Roles
     from headrace.sync import Lineage
@@ -42,9 +55,10 @@ class PolicyState:
         """`room` wakes `feed` when it may be able to submit again."""
         self.name, self.recipe, self.lineage = name, recipe, lineage
         self.trainer = roles.trainers[name]
+        self._reward_weights = roles.scorer.weights
         rollouts = tuple(rollout.replace(policy=name) for rollout in roles.canary.rollouts)
         self.canary = dataclasses.replace(roles.canary, rollouts=rollouts)
-        self._room = room
+        self._room, self._tasks = room, roles.tasks
         self.version = 0
         """The newest trained version."""
         self.held_version = 0
@@ -56,6 +70,8 @@ class PolicyState:
         counts updates that an engine rejected and that were sent again."""
         self.started: list[StartedBatch] = []
         """Batches in training, oldest first."""
+        self.term_weights = TermWeights(recipe.train.kl, recipe.train.entropy)
+        """Of KL and entropy bonus, before the next version."""
         self.has_whole_version = True
         """The trainer's weights are exactly `version`, not between two versions."""
         is_elsewhere = not self.trainer.is_inline
@@ -66,11 +82,12 @@ class PolicyState:
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
         self._max_in_flight = enough if self.gate.depth is None else None
         """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
-        self._max_lag = recipe.staleness.max_lag if recipe.staleness.reject else None
         self.ledger = Ledger(self._count_open)
         self.submitted_groups = 0
         self.dropped_groups = 0
         self._dropped_in_a_row = 0
+        self.filtered: list[float] = []
+        """Mean rewards of the groups that `[filter]` dropped since the last batch was taken."""
         self.wasted_tokens = 0
         """Sampled tokens that will never be trained."""
 
@@ -78,6 +95,22 @@ class PolicyState:
         """Rollouts buffered, including those in training, and in flight."""
         in_training = sum(len(group.episodes) for started in self.started for group in started.groups)
         return self.buffer.num_episodes + in_training, sum(len(group.episodes) for group in self.in_flight.groups.values())
+
+    @property
+    def _max_lag(self) -> int | None:
+        """Beyond which a group is rejected."""
+        return self.recipe.staleness.max_lag if self.recipe.staleness.reject else None
+
+    def use(self, recipe: Recipe) -> None:
+        """Settings have changed. In exact mode the gate, which lets groups in ahead of training, is renewed for each leg. With
+        a smaller lag it stays closed until enough of what is ahead has been trained or rejected."""
+        self.recipe, self.buffer.capacity = recipe, buffer_capacity(recipe)
+        if not recipe.exact:
+            self.renew_gate()
+
+    def renew_gate(self) -> None:
+        self.gate = make_gate(self.recipe)
+        self._room.set()
 
     # Submitting
 
@@ -87,14 +120,14 @@ class PolicyState:
             return False
         return self.gate.is_open(version=self.held_version, submitted=self.submitted_groups, dropped=self.dropped_groups)
 
-    def submit(self, task: dict[str, Plain]) -> list[EpisodeInFlight]:
+    def submit(self, task: Task) -> list[EpisodeInFlight]:
         """Add a new group and return its episodes."""
         group = self._add_group(self.submitted_groups, task)
         self.submitted_groups += 1
         self.ledger.submitted += len(group.episodes)
         return group.episodes
 
-    def _add_group(self, number: int, task: dict[str, Plain]) -> GroupInFlight:
+    def _add_group(self, number: int, task: Task) -> GroupInFlight:
         name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # seeds derive from it
         group = GroupInFlight(self.name, name, number, task)
         self.in_flight.add(group, size=self.recipe.train.group_size)
@@ -124,15 +157,32 @@ class PolicyState:
                 log.warning("%s is %s: %s", member.id, state, reason)
                 self.ledger.settle(state, reason=reason, id=member.id)
         scored = tuple(member for member in group.ended if isinstance(member.outcome, Scored))
+        scored_group = Group(group.number, scored, group.task.source, group.task.index)
+        self._tasks.report(group.number, group.task, scored_group.unshaped_rewards)
         if len(scored) >= self.recipe.train.fewest_siblings:
-            self.buffer.put(Group(number=group.number, episodes=scored))
+            self.buffer.put(scored_group)
+            self._filter()
             return
         self.ledger.settle("filtered", len(scored), reason="fewer than two siblings were scored" if scored else "")
         self._drop(group.number, num_sampled(group.ended))
+        self._filter()
         self._dropped_in_a_row += 1
         limit = max(64, 4 * self.recipe.train.groups_per_batch)
         if self._dropped_in_a_row >= limit:
             raise NoProgress(f"{limit} groups in a row could not be trained; the last because: {reason}")
+
+    def _filter(self) -> None:
+        """Drop what `[filter]` does not want of the groups that may leave now. `feed` submits others in their place. Only those
+        are judged: in submission order, what is dropped then does not depend on which group is complete first."""
+        settings, batch = self.recipe.filter, self.recipe.train.groups_per_batch
+        if not settings.is_on:
+            return
+        waiting, most = self.buffer.available(), (settings.max_draws - 1) * batch - len(self.filtered)
+        for place, reason in unwanted([group.unshaped_rewards for group in waiting], settings, batch=batch, most=most).items():
+            group = waiting[place]
+            self.filtered.append(sum(group.unshaped_rewards) / len(group.unshaped_rewards))
+            self.ledger.settle("filtered", len(group.episodes), reason=reason)
+            self._drop(group.number, num_sampled(group.episodes))
 
     def _drop(self, number: int, wasted_tokens: int) -> None:
         self.buffer.drop(number)
@@ -149,6 +199,7 @@ class PolicyState:
             if reason is not None:
                 self.ledger.settle("rejected", len(group.episodes), reason=reason)
                 self._drop(group.number, num_sampled(group.episodes))
+        self._filter()
 
     async def cancel_over_age(self, version: int) -> None:
         """With `partial.cancel`, after taking the batch of `version`: cancel groups too old for every later one."""
@@ -160,21 +211,33 @@ class PolicyState:
     def cancel(self, name: str, tokens: int) -> None:
         """Cancel a group in flight for which `tokens` were sampled; another may be submitted in its place."""
         group = self.in_flight.cancel(name)
+        self._tasks.report(group.number, group.task, [])
         self.ledger.settle("rejected", len(group.episodes), reason="lag, cancelled in flight")
         self._drop(group.number, tokens)
+        self._filter()
 
     # Training
 
-    async def start_batch(self, version: int) -> StartedBatch:
-        """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns."""
-        recipe, trainer = self.recipe, self.trainer
-        started = StartedBatch(version, self.buffer.take(), steps_before=trainer.num_steps)
+    async def start_batch(
+        self, version: int, recipe: Recipe, *, on_taken: Callable[[StartedBatch], Awaitable[None]]
+    ) -> StartedBatch:
+        """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns. `recipe`: the
+        settings when it was due; `on_taken` is called before the trainer gets anything."""
+        trainer = self.trainer
+        started = StartedBatch(version, self.buffer.take(), steps_before=trainer.num_steps, filtered=self.filtered)
+        self.filtered = []
+        weights = next((ahead.following for ahead in reversed(self.started) if ahead.following), self.term_weights)
         self.started.append(started)
         self._room.set()
-        batches = make_batches(started.groups, recipe, version=version)
-        for name in columns_first(batches, recipe):  # each step's forward pass computes the others
-            batches = [with_column(batch, name, await trainer.forward(batch, column=name)) for batch in batches]
-        started.batches = with_token_advantages(batches, recipe)
+        await on_taken(started)
+        groups = started.groups
+        for name in columns_first(groups, recipe):  # each step's forward pass computes the others
+            batch = batch_to_score(groups, recipe, version=version)
+            groups = with_column(groups, name, await trainer.forward(batch, column=name))
+        used, started.following = adapt_weights(groups, recipe, weights)
+        started.term_metrics = term_metrics(groups, used, recipe, version=version)
+        how: dict[str, Any] = {"weights": used, "reward_weights": self._reward_weights}
+        started.batches = make_batches(groups, recipe, version=version, **how)
         rate = learning_rate(recipe.train, version=version, steps=recipe.steps)
         started.steps = [trainer.step(batch, learning_rate=rate) for batch in started.batches]
         if not trainer.is_inline:
@@ -184,10 +247,12 @@ class PolicyState:
     def settle_trained(self, started: StartedBatch) -> None:
         """The next version is trained."""
         self.version += 1
+        self.term_weights = started.following or self.term_weights
         self._dropped_in_a_row = 0
         self.started.remove(started)
         self.ledger.settle("trained", sum(len(group.episodes) for group in started.groups))
         self.ledger.check()
+        self._tasks.hand_over()  # calls a user's sampler, which may raise
 
     def return_groups(self, failure: BaseException | None = None) -> None:
         """Training failed: put its groups back into the buffer in order, so that a checkpoint written now is complete. If
@@ -197,6 +262,7 @@ class PolicyState:
         returned = [started for started in self.started if started not in kept]
         for started in reversed(returned):
             self.buffer.put_back(started.groups)
+            self.filtered = started.filtered + self.filtered
         if returned:
             self.has_whole_version = self.trainer.num_steps == returned[0].steps_before
         self.started = kept
@@ -215,8 +281,10 @@ class PolicyState:
             "ancestors": self.lineage.ancestors,
             "submitted_groups": self.submitted_groups,
             "dropped_groups": self.dropped_groups,
-            "in_flight": [[group.number, group.task] for group in self.in_flight.groups.values()],
+            "in_flight": [[group.number, *dataclasses.astuple(group.task)] for group in self.in_flight.groups.values()],
+            "filtered": list(self.filtered),
             "ledger": self.ledger.state(),
+            "term_weights": list(self.term_weights),
         }
 
     async def restore(self, checkpoint: Checkpoint) -> None:
@@ -224,14 +292,16 @@ class PolicyState:
         manifest = checkpoint.manifest
         await self.trainer.load(checkpoint.folder)
         self.version = self.held_version = checkpoint.version
+        self.term_weights = TermWeights(*manifest.get("term_weights", self.term_weights))  # older checkpoints have none
         self.submitted_groups, self.dropped_groups = manifest["submitted_groups"], manifest["dropped_groups"]
-        for number, task in manifest["in_flight"]:
-            self._add_group(number, task)
+        for number, *task in manifest["in_flight"]:
+            self._add_group(number, Task(*task))
         self.wasted_tokens += self.in_flight.restore(
             checkpoint.in_flight(), version=self.version, lineage=self.lineage, max_lag=self._max_lag
         )
         for group in checkpoint.buffered():
             self.buffer.put(group)
+        self.filtered = manifest.get("filtered", [])  # older checkpoints have none
         self.ledger.restore(manifest["ledger"])
 
 

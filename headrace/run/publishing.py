@@ -41,7 +41,8 @@ async def publish(run: Run, policy: PolicyState, publishing: Awaitable[Published
         await run.roles.engine.pause(policy.recipe.partial.pausing)
     with timeline.during("publish"):
         try:
-            await _deliver(run, policy, trainer.publish(policy.version, canary=policy.canary), Interrupt.KEEP)
+            interrupt = Interrupt.LEASE if policy.recipe.partial.leases else Interrupt.KEEP  # the pause has done all else
+            await _deliver(run, policy, trainer.publish(policy.version, canary=policy.canary), interrupt)
         finally:
             await run.roles.engine.resume()
 

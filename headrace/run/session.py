@@ -7,29 +7,32 @@ import contextlib
 import gc
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.observe import bound_by, share
+from headrace.observe import bound_by
+from headrace.run.callbacks import Callbacks, CallbackState
+from headrace.run.changes import Change, changed, value_of
 from headrace.run.checkpoint import CheckpointError, random_state, restore_random_state
-from headrace.run.evaluate import Evaluator
+from headrace.run.held_out import HeldOutEvaluations
 from headrace.run.in_flight import num_sampled
 from headrace.run.loops import leg, run_loops
-from headrace.run.metrics import Progress, trainer_metrics
+from headrace.run.metrics import Progress, rollout_rows, settled_shares, trainer_metrics
 from headrace.run.policy import POLICY
 from headrace.run.state import Run
+from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from headrace.buffer import Group
     from headrace.config import Recipe
     from headrace.launch import Forecast
     from headrace.observe import Observer
     from headrace.records import Episode, Plain
     from headrace.run.batches import StartedBatch
     from headrace.run.checkpoint import Checkpoint, CheckpointStore
-    from headrace.run.evaluate import Evaluation
     from headrace.run.policy import PolicyState
     from headrace.run.state import Roles
     from headrace.sync import Lineage
@@ -50,6 +53,11 @@ class Session:
     identity: str
     """Hash of everything that decides the run's result; the same command gives the same hash."""
     forecast: Forecast | None = None
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks((), in_thread=False, deadline=1.0))
+    changes: list[Change] = field(default_factory=list)
+    """Settings changed so far, which `recipe` has."""
+    requests: Sequence[Change] = ()
+    """Changes asked for through a handle; another thread appends to them."""
     progress: Progress = field(default_factory=Progress)
     samples: tuple[Episode, ...] = ()
     """A few episodes of the last evaluation, for display."""
@@ -63,18 +71,26 @@ class Session:
             observer=self.observer,
             on_trained=self._on_trained,
             after_version=self._after_version,
-            rests_at=lambda version: self._is_evaluated(version) or self._is_saved(version),
+            on_taken=self._on_taken,
+            rests_at=lambda version: self._is_saved(version) or self._evaluations.is_waited_for(version),
         )
         self.policy = self.run.policies[POLICY]
+        self.observer.screen.steps = self.recipe.steps
         self._saved_version = -1
         self._saving: asyncio.Task[None] | None = None
         """The last checkpoint, being written or on disk."""
         self._counts = self.policy.ledger.counts()
         """The ledger's, when a version was last trained."""
         self._trainer_peak = 0
-        self._is_all_tied = False
+        self._is_all_tied = self._has_reached_max_draws = False
+        self._evaluations = HeldOutEvaluations(self)
         self._unwritten: deque[StartedBatch] = deque()
-        self._last_moment = time.perf_counter()
+        self._last_row: dict[str, Any] = {}
+        self._num_heard = 0
+        self.stopped_by = ""
+        """The callback or handle that ended the run early."""
+        self.last_moment = time.perf_counter()
+        """Until when RL's time is counted."""
 
     # Legs
 
@@ -82,55 +98,60 @@ class Session:
         """Train to the last step. In exact mode a leg ends at every checkpoint with nothing in flight: what follows depends
         on the checkpoint alone, so a resumed run equals an uninterrupted one."""
         with fewer_gc_pauses():
+            await self.call("on_start")
             await self.roles.refresh()
             self.observer.start()
-            self._last_moment = time.perf_counter()
+            self.last_moment = time.perf_counter()
             try:
                 await self._train_legs()
             except CheckpointError:
                 await self.save_after_failure()  # raises its own if the newest version had to go to the rescue folder
                 raise
-        self.progress.seconds_rl += time.perf_counter() - self._last_moment
+        self.progress.seconds_rl += time.perf_counter() - self.last_moment
 
     async def _train_legs(self) -> None:
-        run, policy, recipe = self.run, self.policy, self.recipe
-        while policy.version < recipe.steps and not run.is_stopping:
-            if recipe.exact:
-                every = recipe.checkpoint.every
-                run.leg_end = min(recipe.steps, (policy.version // every + 1) * every)
+        run, policy, progress, is_exact = self.run, self.policy, self.progress, self.recipe.exact
+        while policy.version < self.recipe.steps or progress.evaluating is not None:
+            if run.is_stopping or self.stopped_by:
+                break
+            if is_exact:
+                every = self.recipe.checkpoint.every
+                run.leg_end = min(self.recipe.steps, (policy.version // every + 1) * every)
+                policy.renew_gate()
             async with leg(run):
-                if policy.version == 0 and self.progress.held_out_before is None:
-                    await self._evaluate()
+                await self._evaluations.before_loops()
                 await run_loops(run)
                 await policy.published()
                 await self._write_metrics()
-                if recipe.exact and policy.version == run.leg_end:
+                if is_exact and policy.version == run.leg_end:
                     await run.drained()
-            if policy.version == run.leg_end or not recipe.exact:
+                await self._evaluations.after_loops()
+            if policy.version == run.leg_end or not is_exact:
                 await self.save()
 
     def _on_trained(self, policy: PolicyState, started: StartedBatch) -> None:
         before, self._counts = self._counts, policy.ledger.counts()
-        trained, rejected = (self._counts[state] - before[state] for state in ("trained", "rejected"))
-        started.rejected = rejected / max(trained + rejected, 1)
+        started.settled = settled_shares(before, self._counts)
         self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in started.seen)
         self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in started.seen))
         self._unwritten.append(started)
 
     async def _after_version(self, policy: PolicyState) -> None:
-        """Called by the `train` loop after each version. The trainer waits for an evaluation; if it has its own process,
-        metrics and checkpoints are written during its next steps."""
+        """Called by the `train` loop after each version. If the trainer has its own process, evaluations are made and metrics
+        and checkpoints written during its next steps."""
         started, version = self._unwritten[-1], policy.version
+        is_saved = self._is_saved(version)  # as it stood when training was held for it, or not
         if not self.progress.first_step:
             self.progress.first_step = time.perf_counter() - self.command_started
-        if self._is_evaluated(version):
-            started.evaluation = await self._evaluate()
+        await self._evaluations.after_version(version)
         self._count(started)
-        if policy.trainer.is_inline or version == self.recipe.steps:
+        if policy.trainer.is_inline or version == self.recipe.steps or self.callbacks.have("on_step"):
             await self._write_metrics()
         else:
             self.run.spawn(self._write_metrics)
-        if self._is_saved(version):
+        self._hear_requests()
+        await self.call("on_step")
+        if is_saved:
             if policy.trainer.is_inline:
                 await self.save()
             else:
@@ -142,45 +163,85 @@ class Session:
     def _count(self, started: StartedBatch) -> None:
         """Add a version to the totals, which are saved in checkpoints."""
         now = time.perf_counter()
-        started.metrics = self.progress.count(started, seconds=now - self._last_moment)
-        self._last_moment = now
-
-    def _is_evaluated(self, version: int) -> bool:
-        every = self.recipe.evaluate.every
-        return version == self.recipe.steps or (every > 0 and version % every == 0)
+        self.progress.log(self.roles.scorer.take_logged())
+        success_at = self.recipe.evaluate.success_at
+        started.metrics = self.progress.count(started, seconds=now - self.last_moment, success_at=success_at)
+        self.last_moment = now
 
     def _is_saved(self, version: int) -> bool:
-        """In exact mode checkpoints are written between legs."""
-        is_due = version == self.recipe.steps or version % self.recipe.checkpoint.every == 0
-        return is_due and not self.recipe.exact
+        """In exact mode checkpoints are written between legs; the last one always is, after the last evaluation."""
+        return version % self.recipe.checkpoint.every == 0 and version < self.recipe.steps and not self.recipe.exact
 
-    # Evaluation
+    # Callbacks
 
-    async def _evaluate(self) -> Evaluation | None:
-        if not self.held_out:
-            return None
-        with self.observer.timeline("trainer").during("evaluate"):
-            await self.policy.published()
-            # One name for all versions, because seeds derive from it: every evaluation uses the same random numbers.
-            evaluation = await Evaluator(self.recipe, self.roles).run(self.held_out, name="eval0")
-        self.policy.ledger.evaluation += evaluation.count
-        self.samples = evaluation.episodes[:3]
-        found = self.progress.held_out_after = evaluation.metrics
-        if self.policy.version == 0:
-            self.progress.held_out_before = found
-            solved, greedy = share(found, "success"), share(found, "greedy")
-            self.observer.screen.say(f"held-out   {solved} solved at temperature 1, greedy {greedy}, before RL")
-        failed = int(evaluation.metrics["held_out_failed"])
-        if failed:
-            self.observer.screen.say(
-                f"held-out   {failed} of {evaluation.count} rollouts could not be judged; the first: {evaluation.problem}"
+    async def call(self, hook: str, *arguments: object, version: int | None = None, status: str = "running") -> None:
+        """Call every callback that has this method, then do what it asked for. If one raises, so does this."""
+        if not self.callbacks.is_due(hook):
+            return
+        for name, method in self.callbacks.methods(hook):
+            state = CallbackState(
+                version=self.policy.version if version is None else version,
+                recipe=self.recipe,
+                folder=self.observer.folder,
+                metrics=dict(self._last_row),
+                status=status,
+                decode=self._decode,
+                name=name,
             )
-        return evaluation
+            self.run.note_progress()
+            seconds = await self.callbacks.call(name, method, state, *arguments)
+            self.run.note_progress()
+            if seconds:
+                self.observer.screen.say(f"slow       {name} took {seconds:.1f} s, and the next version waits for it")
+            for key, value in state.changes:
+                self._change(Change(key=key, value=value, by=name))
+            if state.is_stopping:
+                self.stop(name)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.roles.encoder.tokenizer.decode(list(token_ids)))
+
+    async def _on_taken(self, started: StartedBatch) -> None:
+        await self.call("on_rollouts", tuple(started.groups), version=started.version)
+
+    async def end(self, status: str) -> None:
+        """Tell the callbacks how the run has ended."""
+        await self.call("on_end", status=status)
+
+    def stop(self, by: str) -> None:
+        """End the run after the batch in training; in exact mode at the end of the leg, the only place to save it."""
+        if not self.stopped_by:
+            self.stopped_by = by
+            self.observer.event(self.policy.version, {"event": "stop", "by": by})
+            if not self.recipe.exact:
+                self.run.stop()
+
+    def _change(self, change: Change) -> None:
+        recipe = changed(self.recipe, change.key, change.value, version=self.policy.version)
+        if recipe != self.recipe:
+            change = replace(change, was=value_of(self.recipe, change.key), version=self.policy.version)
+            self.recipe = recipe
+            self.changes.append(change)
+            self.run.use(recipe)
+            self.observer.screen.steps = recipe.steps
+            self.observer.event(change.version, {"event": "change", **asdict(change)})
+            self.observer.screen.say(f"changed    {change}")
+
+    def _hear_requests(self) -> None:
+        """Make the changes that a handle asked for; one that cannot be made by now is said, and the run goes on."""
+        requests, made = self.requests[self._num_heard :], {change.at for change in self.changes}
+        self._num_heard += len(requests)
+        for change in requests:
+            try:
+                if change.at not in made:  # by a session whose trainer was lost after its checkpoint
+                    self._change(change)
+            except ConfigError as error:
+                self.observer.screen.say(f"unchanged  {error}")
 
     # Metrics
 
     async def _write_metrics(self) -> None:
-        """Write the metrics of all trained versions, except one still being evaluated."""
+        """Write the metrics of all trained versions, except one that the trainer waits to have evaluated."""
         if self._unwritten:
             await self.roles.refresh()
         while self._unwritten and self._unwritten[0].metrics is not None:
@@ -188,18 +249,25 @@ class Session:
             version, keep = started.version + 1, self.recipe.observe.keep_rollouts_every
             self._write_version(version, started)
             if keep and (version == self.recipe.steps or version % keep == 0):
-                rollouts = [rollout for batch in started.batches for rollout in batch.rollouts]
                 if self.policy.trainer.is_inline:
-                    self.observer.keep_rollouts(version, rollouts)
+                    self._show_rollouts(version, started)
                 else:
-                    await asyncio.to_thread(self.observer.keep_rollouts, version, rollouts)
+                    await asyncio.to_thread(self._show_rollouts, version, started)
+
+    def _show_rollouts(self, version: int, started: StartedBatch) -> None:
+        observe = self.recipe.observe
+        self.observer.keep_rollouts(version, started.rollouts)
+        tabled, printed = observe.table_rows if observe.sinks else 0, observe.print_rollouts
+        rows = rollout_rows(started, limit=max(tabled, printed), decode=self._decode)
+        self.observer.show_rollouts(version, rows, num_tabled=tabled, num_printed=printed)
 
     def _write_version(self, version: int, started: StartedBatch) -> None:
         assert started.metrics is not None
         held = self.roles.versions()
         metrics = {
             **started.metrics,
-            "rejected": started.rejected,
+            **started.filter_metrics(self.recipe.filter),
+            **started.settled,
             "occupancy": self.observer.occupancy,
             **self.policy.sync_metrics,
             **({} if self.policy.trainer.is_inline else {"engines": len(held)}),
@@ -207,18 +275,23 @@ class Session:
             "engine/memory_peak": self.roles.engine_peak(),
             **trainer_metrics(started.seen, memory_peak=self._trainer_peak),
             **{f"rollouts/{name}": count for name, count in self.policy.ledger.counts().items()},
-            **({} if started.evaluation is None else started.evaluation.metrics),
         }
-        self._warn_if_tied(version, int(metrics["tied_groups"]), len(started.groups))
-        self.observer.version(version, metrics)
+        self._warn_if_tied(version, started.groups)
+        if metrics.get("groups_unwanted") and not self._has_reached_max_draws:
+            self._has_reached_max_draws, draws = True, self.recipe.filter.max_draws
+            self.observer.screen.say(
+                f"version {version}: {metrics['groups_unwanted']} of {len(started.groups)} groups fill the batch although the "
+                f"filter does not want them: filter.max_draws = {draws}. Said once; metrics count them as groups_unwanted"
+            )
+        self._last_row = self.observer.version(version, metrics)
 
-    def _warn_if_tied(self, version: int, tied: int, groups: int) -> None:
+    def _warn_if_tied(self, version: int, groups: list[Group]) -> None:
         """Warn once when all groups become tied: if siblings are compared, there is nothing to learn."""
-        was_tied, self._is_all_tied = self._is_all_tied, tied == groups
+        was_tied, self._is_all_tied = self._is_all_tied, all(group.is_tied for group in groups)
         if self._is_all_tied and not was_tied and self.recipe.train.fewest_siblings > 1:
             self.observer.screen.say(
-                f"version {version}: all {tied} groups are tied: within each, every rollout has the same reward, so there is "
-                f"nothing to learn; is the reward a constant, or are the tasks far too hard or too easy?"
+                f"version {version}: all {len(groups)} groups are tied: within each, every rollout has the same reward, so "
+                f"there is nothing to learn; is the reward a constant, or are the tasks far too hard or too easy?"
             )
 
     def summary(self, status: str, *, seconds: dict[str, float]) -> dict[str, Any]:
@@ -240,10 +313,15 @@ class Session:
             "success_after": after.get("success"),
             "greedy_before": before.get("greedy"),
             "greedy_after": after.get("greedy"),
-            "held_out": {"before": before, "after": after},
+            "held_out": {"before": before, "after": after, "temperature": self.recipe.evaluate.sampling.temperature},
             "reward_first": progress.reward_first,
             "reward_last": progress.reward_last,
-            "seconds": {**seconds, "first_step": progress.first_step, "rl": progress.seconds_rl},
+            "seconds": {
+                **seconds,
+                "first_step": progress.first_step,
+                "rl": progress.seconds_rl,
+                "evaluate": progress.seconds_evaluating,
+            },
             "tokens": {
                 "sampled": progress.trained_tokens + untrained,
                 "trained": progress.trained_tokens,
@@ -257,6 +335,9 @@ class Session:
             "occupancy": self.observer.occupancy,
             "bound_by": role,
             "bound_share": share_of_time,
+            "stopped_by": self.stopped_by,
+            "changes": [asdict(change) for change in self.changes],
+            "callbacks": {name: round(seconds, 3) for name, seconds in self.callbacks.seconds.items()},
             "memory": memory,
             **self.roles.losses(),
             "checkpoint": None if self.checkpoint_folder is None else str(self.checkpoint_folder),
@@ -290,6 +371,7 @@ class Session:
         if policy.version == self._saved_version or not policy.has_whole_version:
             return False
         self.progress.wasted_tokens = policy.wasted_tokens
+        self.progress.log(self.roles.scorer.take_logged())
         in_flight = await policy.in_flight.entries()  # no await until all is taken: it must show the same moment
         manifest = {
             **policy.state(),
@@ -297,6 +379,7 @@ class Session:
             "data": self.roles.tasks.state(),
             "progress": dict(vars(self.progress)),
             "random": random_state(),
+            "changes": [asdict(change) for change in self.changes],
         }
         shown = contextlib.ExitStack()  # from before the trainer is asked: in the trace its part lies inside this
         shown.enter_context(self.observer.timeline("trainer").beside(f"checkpoint {policy.version}"))
@@ -324,6 +407,7 @@ class Session:
                     self._saved_version = version  # a second attempt would fail too
                 raise
         self._saved_version = version
+        await self.call("on_checkpoint", self.checkpoint_folder, version=version)
 
     async def _saved_before(self) -> None:
         """Like `saved`, while training waits: a slow disk is no stall."""

@@ -1,4 +1,4 @@
-"""The recipe's `[warmup]`, `[evaluate]` and `[checkpoint]`."""
+"""The recipe's `[sft]`, `[evaluate]` and `[checkpoint]`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,72 @@ from headrace.tasks import TaskSettings  # noqa: TC001  (`settings.build` reads 
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupSettings:
-    """Supervised steps before RL on tasks that have an `answer` column; the result is cached."""
+class SftSettings:
+    """Supervised fine-tuning before RL, on answers that are given; the result is cached. It is on if `steps` or `epochs` is
+    set. Rows have a `prompt` and a `completion` or `answer` (text or messages), or a whole chat in `messages`."""
 
     steps: int = 0
-    """At most this many; 0 leaves the model as it is."""
+    """Optimizer steps, at most."""
+    epochs: float = 0.0
+    """Instead of `steps`: how often every row is learned from."""
     batch: int = 64
-    """Examples a step."""
-    learning_rate: float = 1e-3
-    """Of AdamW, constant after a short rise."""
-    until_success: float = 1.0
-    """Stop once this share of the run's tasks is solved at temperature 1. Judged on training tasks, never held-out ones."""
+    """Rows a step. The loss is the mean over all learned tokens of the batch."""
+    learning_rate: float = 2e-5
+    """At the top of its schedule. The other settings of the optimizer are those of `[train]`."""
+    schedule: str = "constant"
+    """What the learning rate does after its rise, until the last step: as `train.schedule`."""
+    warmup_steps: int = 20
+    """Steps over which the learning rate rises."""
+    max_length: int = 0
+    """Examples of more tokens are left out and counted; 0 takes the model's limit or `model.context`."""
+    until_success: float = 0.0
+    """Stop once this share of the run's tasks is solved at temperature 1; 0 does not check. Judged on training tasks, never
+    held-out ones."""
     check_every: int = 20
-    """Steps between two such checks."""
+    """Steps between two lines of progress, with the held-out loss and success where they are measured."""
     tasks: tuple[TaskSettings, ...] = ()
-    """What the demonstrations are of; empty takes the run's own tasks."""
+    """What to learn from; empty takes the run's own tasks, which need an `answer` column."""
+    held_out: tuple[TaskSettings, ...] = ()
+    """Rows whose loss is measured and never trained, at most 512 in all."""
 
     def __post_init__(self) -> None:
         check(self.steps >= 0, "steps", self.steps, "≥ 0")
+        check(0 <= self.epochs < math.inf, "epochs", self.epochs, "a number ≥ 0")
+        check(not (self.steps and self.epochs), "epochs", self.epochs, f"left out, since steps = {self.steps}: set one of them")
         check(self.batch >= 1, "batch", self.batch, "≥ 1")
         check(self.check_every >= 1, "check_every", self.check_every, "≥ 1")
-        check(0 < self.until_success <= 1, "until_success", self.until_success, "a share above 0, at most 1")
+        check(self.max_length >= 0, "max_length", self.max_length, "≥ 0")
+        check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "≥ 0")
+        check(0 <= self.until_success <= 1, "until_success", self.until_success, "a share, 0 to 1")
         check(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number above 0")
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.steps or self.epochs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateSamplingSettings:
+    """How held-out samples are drawn; minimum length and stop strings are those of `[sampling]`."""
+
+    temperature: float = 1.0
+    """Above 0; `evaluate.greedy` decodes greedily besides."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens that holds this much probability."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    max_tokens: int = 0
+    """At most this many new tokens, sampled or greedy; 0 takes `sampling.max_tokens`."""
+
+    def __post_init__(self) -> None:
+        wanted = "a number above 0; evaluate.greedy decodes greedily"
+        check(0 < self.temperature < math.inf, "temperature", self.temperature, wanted)
+        check(self.top_k >= 0, "top_k", self.top_k, "≥ 0")
+        check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        check(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
+        check(self.max_tokens >= 0, "max_tokens", self.max_tokens, "≥ 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +90,27 @@ class EvaluateSettings:
     """Tasks per evaluation, the same ones each time: of each source's rows, shuffled by the seed, an equal share."""
     success_at: float = 1.0
     """A rollout whose reward reaches this is a success."""
+    samples: int = 1
+    """Samples of each task, with the same random numbers each time; more than one give pass@k and maj@k."""
+    greedy: bool = True
+    """Decode each task greedily too."""
+    sampling: EvaluateSamplingSettings = field(default_factory=EvaluateSamplingSettings)
+    answer: str = ""
+    """What a completion votes for in maj@k: `module:f` or `file.py:f`, from its text to the answer's (None: no vote). Empty
+    takes the whole text, stripped."""
+    beside: bool = field(default=True, metadata=ELASTIC)
+    """Evaluate while training goes on, on at most a quarter of the engines' slots. The first and last evaluations, those of
+    exact and inline runs, and those with engines that sleep or pause in between, are made while the trainer waits."""
 
     def __post_init__(self) -> None:
         check(self.every >= 0, "every", self.every, "≥ 0")
         check(self.limit >= 0, "limit", self.limit, "≥ 0")
+        check(1 <= self.samples <= 1024, "samples", self.samples, "from 1 to 1024")
+        check(not self.answer or ":" in self.answer, "answer", self.answer, "module:f or file.py:f, or empty")
+
+    @property
+    def rollouts_per_task(self) -> int:
+        return self.samples + self.greedy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.run.in_flight import EpisodeInFlight
     from headrace.score import Scorer
     from headrace.sync import Lineage
-    from headrace.tasks import TaskStream
+    from headrace.tasks import SampledTasks, TaskStream
     from headrace.trainer import PolicyTrainer
 
 P = ParamSpec("P")
@@ -39,6 +39,10 @@ T = TypeVar("T")
 
 async def _nothing() -> None:
     """A run in one process has nothing to refresh."""
+
+
+async def _no_callback(started: StartedBatch) -> None:
+    """Nobody looks at a batch before it is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class Roles:
     scorer: Scorer
     environment: Environment
     encoder: PromptEncoder
-    tasks: TaskStream
+    tasks: TaskStream | SampledTasks
     canary: Batch
     """A fixed prompt that trainer and engine both score at every version."""
     stop_ids: tuple[int, ...]
@@ -95,12 +99,13 @@ class Run:
         observer: Observer,
         on_trained: Callable[[PolicyState, StartedBatch], None],
         after_version: Callable[[PolicyState], Awaitable[None]],
+        on_taken: Callable[[StartedBatch], Awaitable[None]] = _no_callback,
         rests_at: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """`on_trained` is called when a version is trained, `after_version` once it is being published. Training does not run
-        ahead of a version that is evaluated or saved (`rests_at`)."""
+        """`on_taken` is called when a batch has left the buffer, `on_trained` when a version is trained, `after_version` once
+        it is being published. Training does not run ahead of a version that is evaluated or saved (`rests_at`)."""
         self.recipe, self.roles, self.observer = recipe, roles, observer
-        self.on_trained, self.after_version, self.rests_at = on_trained, after_version, rests_at
+        self.on_taken, self.on_trained, self.after_version, self.rests_at = on_taken, on_trained, after_version, rests_at
         self.room = Signal()
         """Wakes `feed`: a group or a batch may have made room."""
         self.queued: asyncio.Queue[EpisodeInFlight] = asyncio.Queue()
@@ -170,6 +175,14 @@ class Run:
         while any(map(len, (policy.in_flight for policy in self.policies.values()))):
             self.room.clear()
             await self.room.wait()
+
+    def use(self, recipe: Recipe) -> None:
+        """Settings have changed. In exact mode a leg may end earlier, never later than it would."""
+        self.recipe = recipe
+        self.leg_end = min(self.leg_end, recipe.steps) if recipe.exact else recipe.steps
+        self._sampling = dataclasses.replace(self._sampling, temperature=recipe.sampling.temperature)
+        for policy in self.policies.values():
+            policy.use(recipe)
 
     def note_progress(self) -> None:
         """Restart the deadline that `watch` enforces."""

@@ -2,8 +2,9 @@
 
 Errors are not zeros. What the policy can cause gets a score; a reward that raises, returns NaN or times out is an
 `InfraAbort`: dropped, counted, retried. A reward that returns None does not apply; if none applies, the rollout is `Invalid`
-and filtered. `rewards` calls a user's function in either form, `scorer` turns the results into outcomes, and `workers` are
-the threads that call plain functions under a timeout.
+and filtered. `signature` reads a user's function's parameters, `rewards` calls it in either form, `scorer` turns the results
+into outcomes, and `workers` are the threads and processes that call plain functions under a timeout. `shaping` has rewards for
+the length and form of completions.
 """
 
 from typing import TYPE_CHECKING
@@ -11,9 +12,12 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.score.rewards import GIVEN, RewardFunction
-    from headrace.score.scorer import RewardScorer, Scorer
+    from headrace.score.metric_log import Sums
+    from headrace.score.rewards import RewardFunction
+    from headrace.score.scorer import OVERLONG, RewardScorer, Scorer
     from headrace.score.settings import RewardSettings
-    from headrace.score.workers import RewardError, RewardWorkers
+    from headrace.score.shaping import cosine_length, length_penalty, repetition_penalty, think_format
+    from headrace.score.signature import RESERVED, RewardError, TrainerState
+    from headrace.score.workers import RewardWorkers
 else:
     __getattr__ = front_door(__name__)

@@ -3,9 +3,9 @@
 - TRL's: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`
 - per sample: `f(prompt, completion, **row) -> float | None`
 
-Its parameter names tell which; both may be async. As in TRL, if prompts are chats the batch form gets completions as
-messages, including the start of an assistant message that the prompt ends with; the per-sample form always gets the
-generated text.
+Its parameter names tell which, and what else it is given (`headrace.score.signature`); both may be async. As in TRL, if prompts
+are chats the batch form gets completions as messages, including the start of an assistant message that the prompt ends with;
+the per-sample form always gets the generated text.
 """
 
 from __future__ import annotations
@@ -14,30 +14,23 @@ import asyncio
 import contextlib
 import inspect
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from headrace.score.workers import RewardError, TimedOut
+from headrace.records import frames
+from headrace.score.metric_log import MetricLog
+from headrace.score.process import ProcessEnded
+from headrace.score.signature import RewardError, Signature
+from headrace.score.workers import ProcessWorkers, TimedOut
 from headrace.user_code import await_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.records import Plain
+    from headrace.score.signature import Sample
     from headrace.score.workers import RewardWorkers
-
-
-GIVEN = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
-"""Arguments that Headrace provides; all others are columns of the tasks."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The part of a rollout that a reward sees."""
-
-    row: dict[str, Plain]
-    completion: str
-    completion_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -53,41 +46,75 @@ Result: TypeAlias = "float | Failure | None"
 
 
 _NO_SIGNALS = (
-    "rewards are called in threads, where no signal handler can be set: switch off the time limit that sets one (math_verify: "
-    "parse(..., parsing_timeout=None) and verify(..., timeout_seconds=None)); reward.timeout applies in any case"
+    "rewards are called in threads, where no signal handler can be set: set reward.processes = 1, where one can, or switch off "
+    "the time limit that sets it (math_verify: parse(..., parsing_timeout=None) and verify(..., timeout_seconds=None)); "
+    "reward.timeout applies in any case"
 )
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """How one reward differs from the `[reward]` section."""
+
+    timeout: float | None = None
+    attempts: int | None = None
+    weight: float | None = None
+    """None: 1, or `reward.weights`, which goes before this."""
+    processes: bool = True
+    """False: it is called in a thread even where `reward.processes` is set."""
+    reference: str = ""
+    """`module:name`, if it was given by name."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Values of parameters."""
+
+    def __post_init__(self) -> None:
+        for name, is_right, wanted in (
+            ("timeout", lambda value: 0 < value < math.inf, "a number of seconds above 0"),
+            ("attempts", lambda value: type(value) is int and value >= 1, "a whole number ≥ 1"),
+            ("weight", math.isfinite, "a finite number"),
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not is_right(value)):
+                raise RewardError(f"headrace.reward({name}={value!r}): must be {wanted}")
 
 
 class RewardFunction:
     """A named reward function, called in the form that its parameters show."""
 
-    def __init__(self, function: Callable[..., Any], *, name: str = "") -> None:
+    def __init__(self, function: Callable[..., Any], *, name: str = "", **own: Any) -> None:  # noqa: ANN401
+        """`own`: fields of `OwnSettings`."""
         if not callable(function):
             raise RewardError(f"reward: a {type(function).__name__} is not a function")
+        self.own: OwnSettings = OwnSettings(**own)
         if isinstance(function, RewardFunction):
-            name, function = name or function.name, function.function
-        self.name: str = name or getattr(function, "__name__", type(function).__name__)
+            self.own, name, function = replace(function.own, **own), name or function.name, function.function
+        inner = function
+        while isinstance(inner, partial):
+            inner = inner.func
+        self.name: str = name or getattr(inner, "__name__", type(inner).__name__)
         self.function: Callable[..., Any] = function
-        parameters = inspect.signature(function).parameters.values()
-        self._names = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
-        self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-        self.required: list[str] = [name for name in needed if name not in GIVEN]
-        """Task columns it cannot be called without."""
-        self._is_batched = bool(self._names & {"prompts", "completions"})
+        self.signature = Signature(function, name=self.name, options=self.own.options)
         self.num_awaited = 0
         """Async calls that have ended, in time or not."""
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        if not self._is_batched and "completion" not in self._names and not self._takes_all:
-            raise RewardError(
-                f"reward {self.name!r} takes ({', '.join(sorted(self._names))}); write f(prompt, completion, **row) or "
-                f"f(prompts, completions, completion_ids, **columns)"
-            )
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401  (the user's own signature)
         """Call the user's function, so that `@headrace.reward` leaves it usable as before."""
         return self.function(*arguments, **keywords)
+
+    @property
+    def reference(self) -> str:
+        """The `module:name` by which another process can import it; raises if there is none."""
+        module, name = getattr(self.function, "__module__", ""), getattr(self.function, "__qualname__", "")
+        found = getattr(sys.modules.get(module), name, None)
+        is_found = self.function in (found, getattr(found, "function", None)) and module != "__main__"
+        if not self.own.reference and not is_found:
+            raise RewardError(
+                f"reward {self.name!r} is {'in the script that runs' if module == '__main__' else 'no function of a module'}, "
+                f"from where no process can import it; put it in a file of its own and name it, as in reward.functions = "
+                f"'my_rewards.py:exact', or mark it @headrace.reward(processes=False), or set reward.processes = 0"
+            )
+        return self.own.reference or f"{module}:{name}"
 
     async def score(
         self,
@@ -97,26 +124,32 @@ class RewardFunction:
         deadline: float = 300.0,
         workers: RewardWorkers | None = None,
         places: asyncio.Semaphore | None = None,
+        log: MetricLog | None = None,
     ) -> list[Result]:
         """One result per sample. If a batch raises, each sample is retried alone, so that one cannot fail all. `workers` call a
-        plain function in their threads, under their timeout; without them it is called here. Each call of an async function
-        takes one of `places`.
+        plain function in their threads or processes, under their timeout; without them it is called here. Each call of an async
+        function takes one of `places`. What it logs goes to `log`.
 
-        A batch that times out in a thread is split too, but with one attempt per sample, a quarter of the timeout for each and
+        A batch that times out is split too, but with one attempt per sample, a quarter of the timeout for each and
         one timeout for all: one sample that hangs does not fail the others, and four that hang end the batch."""
         threads = None if self.is_async else workers
-        timeout = deadline if threads is None else threads.timeout
+        if threads is not None and threads.processes is not None and self.own.processes:
+            threads = threads.processes
+        timeout = self.own.timeout or (deadline if threads is None else threads.timeout)
+        attempts = self.own.attempts or attempts
+        try_each = partial(self._try_each, threads=threads, places=places, log=log or MetricLog())
         limit, budget = timeout, math.inf
-        if self._is_batched and len(samples) > 1:
-            (whole,) = await self._try_each([samples], threads, places, limit=timeout)
-            if isinstance(whole, list):
-                return whole
-            if isinstance(whole, TimedOut):
-                attempts, limit, budget = 1, timeout / 4, timeout
         results: dict[int, Result] = {}
-        left = list(range(len(samples)))
+        batches = self._batches(samples)
+        wholes = await try_each([[samples[index] for index in batch] for batch in batches], limit=timeout)
+        for batch, whole in zip(batches, wholes, strict=True):
+            if isinstance(whole, list):
+                results |= zip(batch, whole, strict=True)
+            elif isinstance(whole, TimedOut):
+                attempts, limit, budget = 1, timeout / 4, timeout
+        left = [index for index in range(len(samples)) if index not in results]
         for _ in range(attempts):
-            tried = await self._try_each([[samples[index]] for index in left], threads, places, limit=limit, budget=budget)
+            tried = await try_each([[samples[index]] for index in left], limit=limit, budget=budget)
             found = dict(zip(left, tried, strict=True))
             for index, result in found.items():
                 if isinstance(result, TimedOut):
@@ -126,44 +159,74 @@ class RewardFunction:
             left = [index for index, result in found.items() if isinstance(result, Failure)]
         return [results[index] for index in range(len(samples))]
 
+    def _batches(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """The samples to be tried together first, by index: all, or those of one `trainer_state` if it takes that."""
+        found: dict[object, list[int]] = {}
+        for index, sample in enumerate(samples if self.signature.is_batched else ()):
+            found.setdefault(sample.state if "trainer_state" in self.signature.given else None, []).append(index)
+        return [batch for batch in found.values() if len(batch) > 1]
+
     async def _try_each(
         self,
         batches: Sequence[Sequence[Sample]],
+        *,
         threads: RewardWorkers | None,
         places: asyncio.Semaphore | None,
-        *,
+        log: MetricLog,
         limit: float,
         budget: float = math.inf,
     ) -> Sequence[list[Result] | Failure | TimedOut]:
         """Call the function once with each batch."""
 
-        async def finish(batch: Sequence[Sample], tried: object = None) -> list[Result] | Failure:
+        async def finish(batch: Sequence[Sample], tried: object = None) -> list[Result] | Failure | TimedOut:
             async with places or contextlib.nullcontext():
-                return await self._finish(batch, limit, tried)
+                return await self._finish(batch, limit, self.attempt(batch, log) if tried is None else tried)
 
         if self.is_async:
             return await asyncio.gather(*map(finish, batches))
-        if threads is not None:
-            tried = await threads.map(self._try, batches, name=self.name, limit=limit, budget=budget)
+        if threads is None:
+            tried = [self.attempt(batch, log) for batch in batches]
         else:
-            tried = [self._try(batch) for batch in batches]
+            attempt: Callable[[Sequence[Sample]], Any] = partial(self.attempt, log=log)
+            if isinstance(threads, ProcessWorkers):
+                attempt = partial(self._attempt_in_process, threads=threads, limit=limit, log=log)
+            tried = await threads.map(attempt, batches, name=self.name, limit=limit, budget=budget)
         if any(inspect.isawaitable(found) for found in tried):  # it did not look async
             return await asyncio.gather(*map(finish, batches, tried))
         return tried
 
-    def _try(self, samples: Sequence[Sample]) -> Any:  # noqa: ANN401
+    def attempt(self, samples: Sequence[Sample], log: MetricLog) -> Any:  # noqa: ANN401
         """The results, or a `Failure`; an awaitable if the function is async, for `_finish`."""
         try:
-            result = self._call(samples)
+            result = self._call(samples, log)
             return result if inspect.isawaitable(result) else self._checked_results(result, samples)
         except RewardError:
             raise
         except Exception as error:  # noqa: BLE001  (anything a user's function raises becomes a typed outcome)
             return self._failed(error)
 
-    async def _finish(self, samples: Sequence[Sample], deadline: float, tried: Any) -> list[Result] | Failure:  # noqa: ANN401
-        """Await what `_try` returned, calling it first unless it was called."""
-        tried = self._try(samples) if tried is None else tried
+    def _attempt_in_process(
+        self, samples: Sequence[Sample], *, threads: ProcessWorkers, limit: float, log: MetricLog
+    ) -> list[Result] | Failure:
+        """`attempt` in the process of the calling worker."""
+        plain = [{**vars(sample), "state": vars(sample.state)} for sample in samples]
+        try:
+            process = threads.process({"name": self.name, "reference": self.reference, "options": self.own.options})
+            answer = process.request({"call": self.name, "samples": plain, "limit": limit})
+        except (ProcessEnded, frames.WireError) as error:
+            return Failure(f"reward {self.name!r}: {error}", error)
+        log.merge(answer["logged"])
+        if "failure" in answer:
+            return Failure(answer["failure"])
+        return [Failure(each["failure"]) if isinstance(each, dict) else each for each in answer["results"]]
+
+    async def _finish(
+        self,
+        samples: Sequence[Sample],
+        deadline: float,
+        tried: Any,  # noqa: ANN401
+    ) -> list[Result] | Failure | TimedOut:
+        """Await what `attempt` returned."""
 
         async def result() -> object:
             try:  # inside the task that `await_user` makes: a `SystemExit` that leaves a task ends the whole event loop
@@ -174,34 +237,26 @@ class RewardFunction:
         if not inspect.isawaitable(tried):
             return cast("list[Result] | Failure", tried)
         try:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(deadline) as limit:
                 found = await await_user(result(), name=f"reward {self.name!r}")
             return self._checked_results(found, samples)
         except RewardError:
             raise
-        except TimeoutError:
-            return self._failed(TimeoutError(f"no answer within reward.timeout = {deadline:g} s"))
         except Exception as error:  # noqa: BLE001
-            return self._failed(error)
+            is_late = isinstance(error, TimeoutError) and limit.expired()  # or it raised one of its own
+            return TimedOut(TimeoutError(str(error))) if is_late else self._failed(error)
         finally:
             self.num_awaited += 1
 
-    def _call(self, samples: Sequence[Sample]) -> Any:  # noqa: ANN401  (what the user's function returns)
+    def _call(self, samples: Sequence[Sample], log: MetricLog) -> Any:  # noqa: ANN401  (what the user's function returns)
         """Call the function once; the per-sample form takes exactly one sample."""
-        if self._is_batched:
-            arguments = _columns(samples)
-        else:
-            (sample,) = samples
-            arguments = {**sample.row, "completion": sample.completion, "completion_ids": sample.completion_ids}
-        if not self._takes_all:
-            arguments = {name: value for name, value in arguments.items() if name in self._names}
         try:
-            return self.function(**arguments)
+            return self.function(**{**self.signature.arguments(samples, log), **self.own.options})
         except SystemExit as error:
             raise self._exited(error) from error
 
     def _checked_results(self, values: Any, samples: Sequence[Sample]) -> list[Result]:  # noqa: ANN401
-        if not self._is_batched:
+        if not self.signature.is_batched:
             return [self._checked(values)]
         try:
             if isinstance(values, str | bytes | dict):  # iterable, but not a list of numbers
@@ -242,27 +297,11 @@ class RewardFunction:
         if limit < timeout:
             alone = f"nor for it alone within {limit:g} s" if result.cause else "and then no time was left to try it alone"
             why = f" for its batch, {alone}"
-        return Failure(f"reward {self.name!r} gave no answer within reward.timeout = {timeout:g} s{why}", result.cause)
+        return Failure(f"reward {self.name!r} gave no answer within {self._timeout_name} = {timeout:g} s{why}", result.cause)
 
-
-def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The arguments of the batch form."""
-    names = {name for sample in samples for name in sample.row} - {"prompt"}
-    columns: dict[str, Any] = {name: [sample.row.get(name) for sample in samples] for name in names}
-    prompts, completions = zip(*map(_as_in_trl, samples), strict=True)
-    ids = [sample.completion_ids for sample in samples]
-    return {**columns, "prompts": list(prompts), "completions": list(completions), "completion_ids": ids}
-
-
-def _as_in_trl(sample: Sample) -> tuple[Any, Any]:
-    """(prompt, completion); an unfinished assistant message at the end of the prompt moves to the completion."""
-    prompt: Any = sample.row["prompt"]
-    if not isinstance(prompt, list):
-        return prompt, sample.completion
-    last = prompt[-1]
-    if last["role"] == "assistant" and isinstance(last["content"], str):
-        return prompt[:-1], [{"role": "assistant", "content": last["content"] + sample.completion}]
-    return prompt, [{"role": "assistant", "content": sample.completion}]
+    @property
+    def _timeout_name(self) -> str:
+        return "reward.timeout" if self.own.timeout is None else "its own timeout"
 
 
 def _is_about_signals(error: BaseException | None) -> bool:

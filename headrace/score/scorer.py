@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.records import InfraAbort, Invalid, Scored
-from headrace.score.rewards import Failure, RewardFunction, Sample
-from headrace.score.workers import RewardError
+from headrace.records import UNSHAPED, InfraAbort, Invalid, Scored
+from headrace.score.metric_log import MetricLog
+from headrace.score.rewards import Failure, RewardFunction
+from headrace.score.shaping import overlong
+from headrace.score.signature import RewardError, Sample, TrainerState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.records import Episode, Outcome, Rollout
+    from headrace.records import Episode, Outcome, Plain, Rollout
+    from headrace.score.metric_log import Sums
     from headrace.score.rewards import Result
     from headrace.score.settings import RewardSettings
     from headrace.score.workers import RewardWorkers
+
+
+OVERLONG = "overlong"
+"""The name of the punishment for length among a rollout's rewards."""
 
 
 class Scorer(Protocol):
@@ -26,8 +34,16 @@ class Scorer(Protocol):
     def num_calls(self) -> int:
         """Reward calls that have ended in worker threads or were awaited: shows progress while `score` runs."""
 
-    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """The same episodes, in order, each with an outcome. The score loop calls it with all that have finished."""
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each of `Rollout.rewards`, by name."""
+
+    async def score(self, episodes: Sequence[Episode], *, is_training: bool = True) -> list[Episode]:
+        """The same episodes, in order, each with an outcome. The score loop calls it with all that have finished; evaluations
+        are not shaped, and log nothing."""
+
+    def take_logged(self) -> Sums:
+        """[sum, count] of each metric that rewards logged since the last call, for the metrics of a version."""
 
 
 class RewardScorer:
@@ -40,21 +56,33 @@ class RewardScorer:
         decode: Callable[[Rollout], str],
         settings: RewardSettings,
         workers: RewardWorkers | None = None,
+        state: TrainerState = TrainerState(),  # noqa: B008  (frozen)
+        max_tokens: int = 0,
     ) -> None:
         """`workers` call plain rewards in their threads, and completions are decoded in another; without them, all of it
-        happens in the event loop's thread."""
+        happens in the event loop's thread. `state` is what rewards may know of the run. `max_tokens`: of a completion."""
         self._rewards = list(rewards)
         self._decode, self._settings, self._workers = decode, settings, workers
+        self._state, self._max_tokens, self._log = state, max_tokens, MetricLog()
         self._decoding = None if workers is None else ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
         self._places = asyncio.Semaphore(settings.max_concurrent)
         self._failures_in_a_row = 0
 
     @property
     def num_calls(self) -> int:
-        awaited = sum(function.num_awaited for function, _ in self._rewards)
-        return awaited + (0 if self._workers is None else self._workers.num_calls)
+        pools = [] if self._workers is None else [self._workers, self._workers.processes]
+        called = sum(pool.num_calls for pool in pools if pool is not None)
+        return called + sum(function.num_awaited for function, _ in self._rewards)
 
-    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
+    @property
+    def weights(self) -> dict[str, float]:
+        own = {OVERLONG: self._settings.overlong_penalty, UNSHAPED: 0.0} if self._settings.overlong_buffer else {}
+        return {function.name: weight for function, weight in self._rewards} | own
+
+    def take_logged(self) -> Sums:
+        return self._log.take()
+
+    async def score(self, episodes: Sequence[Episode], *, is_training: bool = True) -> list[Episode]:
         if self._decoding is None:
             samples = self._samples(episodes)
         else:  # one thread, so that rewards are called in the order of episodes
@@ -67,6 +95,7 @@ class RewardScorer:
                 deadline=settings.timeout,
                 workers=self._workers,
                 places=self._places,
+                log=self._log if is_training else None,
             )
             for function, _ in self._rewards
         )
@@ -74,18 +103,28 @@ class RewardScorer:
         # What is computed right here is awaited here: as tasks, other roles would run within the scorer's time.
         columns = await asyncio.gather(*calls) if is_elsewhere else [await call for call in calls]
         scored = []
-        for episode, *results in zip(episodes, *columns, strict=True):
-            outcome, parts = self._outcome(results)
+        for episode, sample, *results in zip(episodes, samples, *columns, strict=True):
+            outcome, parts = self._outcome(results, sample if is_training else None)
             rollouts = tuple(rollout.replace(outcome=outcome, rewards=parts) for rollout in episode.rollouts)
             scored.append(episode.replace(outcome=outcome, rollouts=rollouts))
         return scored
 
     def _samples(self, episodes: Sequence[Episode]) -> list[Sample]:
-        last = [(episode.task, episode.rollouts[-1]) for episode in episodes]
-        return [Sample(task, completion=self._decode(rollout), completion_ids=rollout.completion_ids) for task, rollout in last]
+        return [self._sample(episode.task, episode.rollouts[-1]) for episode in episodes]
 
-    def _outcome(self, results: list[Result]) -> tuple[Outcome, dict[str, float]]:
-        """The weighted sum, and its parts by reward; a failure of any part fails the whole."""
+    def _sample(self, row: dict[str, Plain], rollout: Rollout) -> Sample:
+        completion_ids = rollout.completion_ids
+        return Sample(
+            row,
+            completion=self._decode(rollout),
+            completion_ids=completion_ids,
+            prompt_ids=rollout.token_ids[: len(rollout) - len(completion_ids)].tolist(),
+            finish_reason=str(rollout.finish_reason or ""),
+            state=dataclasses.replace(self._state, global_step=max(0, int(rollout.versions.max(initial=0)))),
+        )
+
+    def _outcome(self, results: list[Result], sample: Sample | None) -> tuple[Outcome, dict[str, float]]:
+        """The weighted sum, and its parts by reward; a failure of any part fails the whole. `sample`: to be shaped."""
         parts: dict[str, float] = {}
         total = 0.0
         for (function, weight), result in zip(self._rewards, results, strict=True):
@@ -99,4 +138,10 @@ class RewardScorer:
                 parts[function.name] = result
                 total += weight * result
         self._failures_in_a_row = 0
+        settings = self._settings
+        if parts and sample is not None and settings.overlong_buffer:
+            length = len(sample.completion_ids)
+            parts[UNSHAPED] = total
+            parts[OVERLONG] = overlong(length, max_length=self._max_tokens, buffer=settings.overlong_buffer)
+            total += settings.overlong_penalty * parts[OVERLONG]
         return (Scored(total), parts) if parts else (Invalid("no reward applies"), {})

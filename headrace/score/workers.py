@@ -8,7 +8,8 @@
 
 The result of a call past its deadline is `TimedOut`. Threads cannot be killed, so its thread is abandoned, and its late result
 ignored; a new thread takes the remaining items. Nothing is pickled, so a reward from the user's own script works. One worker,
-the default, calls rewards one at a time and in order.
+the default, calls rewards one at a time and in order. `ProcessWorkers` are such threads too, but each passes its calls on to a
+process of its own, which is killed with a late call.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from headrace.score.process import RewardProcess
+from headrace.score.signature import RewardError
 from headrace.score.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -36,12 +39,11 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 T = TypeVar("T")
 
+log = logging.getLogger("headrace.score")
+_IMPORT_SECONDS = 300.0
+"""How long a process may take to start and to import a reward, besides the timeout of the first call."""
 MAX_STUCK = 8
 """Threads stuck at once, or timeouts in a row, at which the run stops."""
-
-
-class RewardError(ValueError):
-    """A reward function is wrong in a way that no retry can fix; the run stops and shows it."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,24 @@ class _Worker(threading.Thread):
     job: _Job | None = None
     index = 0
     since = 0.0
+    """When the call began; in the future while its process is being started."""
     is_abandoned = False
+    process: RewardProcess | None = None
+    """The one it passes its calls on to, of `ProcessWorkers`."""
 
 
 class RewardWorkers:
     """`num_threads` threads, started when first needed. Any number of coroutines, in any event loop, may share them."""
 
-    def __init__(self, num_threads: int = 1, *, timeout: float, stacks: IO[str] | None = None) -> None:
-        """`stacks`: the run's log, to which a watchdog writes (`headrace.score.watchdog`); None: no watchdog."""
+    _ADVICE = "threads cannot be killed: give the reward a time limit of its own, make it async, or set reward.processes"
+
+    def __init__(self, num_threads: int = 1, *, timeout: float, stacks: IO[str] | None = None, num_processes: int = 0) -> None:
+        """`stacks`: the run's log, to which a watchdog (`headrace.score.watchdog`) and processes write; None: no watchdog."""
         assert num_threads >= 1 and timeout > 0
+        self.processes: ProcessWorkers | None = None
+        """For rewards that are called in processes; None: all are called in these threads."""
+        if num_processes:
+            self.processes = ProcessWorkers(num_processes, timeout=timeout, log=stacks)
         self.timeout: float = timeout
         self._num_threads = num_threads
         self._watchdog = None if stacks is None else Watchdog(stacks, timeout=timeout)
@@ -132,7 +143,9 @@ class RewardWorkers:
         return cast("list[T | TimedOut]", job.results)
 
     def close(self) -> None:
-        """End idle threads now and the others after their call, without waiting for them."""
+        """End idle threads now and the others after their call, without waiting for them; processes end at once."""
+        if self.processes is not None:
+            self.processes.close()
         with self._changed:
             self._is_closed = True
             for job in self._jobs:
@@ -140,7 +153,7 @@ class RewardWorkers:
                 self._settle(job)
             self._changed.notify_all()
 
-    # All of what follows is called with the lock, except by `_work`
+    # All of what follows is called with the lock, except `_work` and `_work_as`
 
     def _start_thread(self) -> None:
         worker = _Worker(target=self._work, name="reward", daemon=True)
@@ -168,9 +181,7 @@ class RewardWorkers:
 
     def _abandon(self, worker: _Worker, job: _Job) -> None:
         cause = TimeoutError(f"no answer from reward {job.name!r} within {job.limit:g} s")
-        cause.__traceback__ = _where(worker)
-        stack = "".join(traceback.format_tb(cause.__traceback__))
-        logging.getLogger("headrace.score").warning("%s; its thread is abandoned in\n%s", cause, stack)
+        self._let_go(worker, cause)
         worker.is_abandoned = True
         self._workers.remove(worker)
         self._stuck.add(worker)
@@ -181,14 +192,25 @@ class RewardWorkers:
         if max(len(self._stuck), self._late_in_a_row) >= MAX_STUCK:
             raise RewardError(
                 f"{self._late_in_a_row} calls in a row got no answer within reward.timeout = {self.timeout:g} s and "
-                f"{len(self._stuck)} threads are stuck, the last in reward {job.name!r}; threads cannot be killed: give the "
-                f"reward a time limit of its own, or make it async"
+                f"{len(self._stuck)} threads are stuck, the last in reward {job.name!r}; {self._ADVICE}"
             ) from cause
         self._start_thread()
+
+    def _let_go(self, worker: _Worker, cause: TimeoutError) -> None:
+        """Show where a late call is; it goes on."""
+        cause.__traceback__ = _where(worker)
+        log.warning("%s; its thread is abandoned in\n%s", cause, "".join(traceback.format_tb(cause.__traceback__)))
 
     def _work(self) -> None:
         """A worker thread. Waits for jobs; woken by `map` and `close`."""
         worker = cast("_Worker", threading.current_thread())
+        try:
+            self._work_as(worker)
+        finally:
+            if worker.process is not None:
+                worker.process.end()
+
+    def _work_as(self, worker: _Worker) -> None:
         while True:
             with self._changed:
                 while (job := self._next_job()) is None:
@@ -228,6 +250,49 @@ class RewardWorkers:
                 return job
             self._jobs.popleft()
         return None
+
+
+class ProcessWorkers(RewardWorkers):
+    """Threads that each pass their calls on to a process of their own, started when first needed and again when it has ended.
+    A late call ends its process, and with it the call."""
+
+    _ADVICE = "give the reward a time limit of its own, or raise reward.timeout if it needs longer"
+
+    def __init__(self, num_processes: int, *, timeout: float, log: IO[str] | None) -> None:
+        """What processes print, and the stacks of late calls, go to `log`."""
+        super().__init__(num_processes, timeout=timeout)
+        self._log = log
+
+    def process(self, reward: dict[str, Any]) -> RewardProcess:
+        """The process of the calling worker, which has imported the reward. Called by a job's function; the time until it has
+        is not the reward's."""
+        worker, began = cast("_Worker", threading.current_thread()), time.monotonic()
+        worker.since = began + _IMPORT_SECONDS
+        if worker.process is None or worker.process.has_ended:
+            process = RewardProcess(self._log)
+            with self._changed:
+                worker.process = process
+                if self._is_closed:
+                    process.kill()
+        worker.process.load(reward)
+        with self._changed:
+            worker.since = time.monotonic()
+            if worker.job is not None:
+                worker.job.began += worker.since - began
+        return worker.process
+
+    def close(self) -> None:
+        super().close()
+        with self._changed:
+            for worker in [*self._workers, *self._stuck]:
+                if worker.process is not None:
+                    worker.process.kill()
+
+    def _let_go(self, worker: _Worker, cause: TimeoutError) -> None:
+        """End the process, which writes its stack to the log."""
+        log.warning("%s; its process is ended", cause)
+        if worker.process is not None:
+            worker.process.abort()
 
 
 def _where(thread: threading.Thread) -> types.TracebackType | None:

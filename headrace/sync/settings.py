@@ -38,7 +38,7 @@ class SyncSettings:
     """How many seconds updated engines wait for slow ones, which then get no new work until they catch up."""
     canary_limit: float = 0.0
     """The run stops when engine and trainer, holding the same version, differ by more than this on a fixed prompt (mean
-    |Δ logprob| per token); 0 takes 0.01 in float32 and 0.3 in bfloat16."""
+    |Δ logprob| per token); 0 takes 0.01 in float32, 0.3 in bfloat16 and 0.1 in float16."""
 
     def __post_init__(self) -> None:
         check(self.canary_limit >= 0, "canary_limit", self.canary_limit, "≥ 0")
@@ -47,4 +47,4 @@ class SyncSettings:
 
     def canary_limit_for(self, dtype: str) -> float:
         """`canary_limit`, with 0 resolved for a `model.dtype`."""
-        return self.canary_limit or {"float32": 0.01, "bfloat16": 0.3}[dtype]
+        return self.canary_limit or {"float32": 0.01, "bfloat16": 0.3, "float16": 0.1}[dtype]

@@ -28,7 +28,6 @@ PAYLOADS = {
     "full": "headrace.sync.full:FullPayload",
     "delta": "headrace.sync.delta.payload:DeltaPayload",
 }
-RESERVED_PAYLOADS = ("adapter",)  # reserved for later; rejected today
 
 
 def transport_class(name: str) -> type[Transport]:
@@ -38,8 +37,6 @@ def transport_class(name: str) -> type[Transport]:
 
 
 def payload_class(name: str) -> type[FullPayload]:
-    if name in RESERVED_PAYLOADS:
-        raise SyncError(f"payload {name!r}: no engine takes one yet")
     found: type[FullPayload] = _find(PAYLOADS, name, "payload")
     return found
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.model import Slot, StagingBuffer
-    from headrace.records import Manifest
+    from headrace.records import Manifest, Plain
     from headrace.sync.lineage import Lineage
     from headrace.sync.transport import Target, Transport
 
@@ -37,11 +37,18 @@ class WeightSync:
     """Both ends of a sync; a process uses one of them. Methods block, and may be called from any thread."""
 
     def __init__(
-        self, lineage: Lineage, transport: Transport, *, payload: str = "full", policy: str = "policy", name: str = ""
+        self,
+        lineage: Lineage,
+        transport: Transport,
+        *,
+        payload: str = "full",
+        policy: str = "policy",
+        adapter: dict[str, Plain] | None = None,
+        name: str = "",
     ) -> None:
-        """`name`: the receiver's name in `send`."""
+        """`adapter`: the settings of the adapter, if the weights are one. `name`: the receiver's name in `send`."""
         self.lineage = lineage
-        self._transport, self._policy, self._name = transport, policy, name
+        self._transport, self._policy, self._adapter, self._name = transport, policy, adapter, name
         self._payload = payload_class(payload)()
         self._attempts = itertools.count()
         self._layout: _Layout | None = None
@@ -208,6 +215,7 @@ class WeightSync:
             version=version,
             base_version=base,
             payload=name,
+            adapter=self._adapter,
             manifest=manifest,
             parts=(Part(transport=self._transport.name, key=key, place=place, num_bytes=len(buffer)),),
         )

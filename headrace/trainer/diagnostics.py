@@ -2,7 +2,8 @@
 
 `mismatch` is |Δ logprob| over rollouts sampled entirely by the version being trained: engine and trainer hold the same weights,
 so it measures numerics alone. `kl`, `chi2` and `ess` compare the policy with the versions that sampled the tokens: they measure
-staleness at its actual lag, with numerics on top.
+staleness at its actual lag, with numerics on top. `routing_differs` is the share of recorded choices of experts, one per target
+and layer, that the live routers would have made differently.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.algorithms import Objective, TokenTensors
+    from headrace.model import Packed
     from headrace.records import Array, Rollout
     from headrace.trainer.protocol import Metrics
 
@@ -28,6 +30,7 @@ class Diagnostics:
     def __init__(self) -> None:
         self._num_tokens = 0
         self._sums: dict[str, Tensor] = {}  # the loss, and metrics over tokens
+        self._totals: dict[str, Tensor] = {}  # not means over tokens
         self._largest: Tensor | None = None  # maxima of |Δ logprob| at equal version, of versions, and of negated versions
 
     @torch.no_grad()
@@ -58,12 +61,31 @@ class Diagnostics:
             total = values.sum(dtype=torch.float64)
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
+    @torch.no_grad()
+    def add_routing(self, differs: Tensor, packed: Packed) -> None:
+        """Add one pass with replayed routing. `differs` [layers, rows]: where the live choice is another."""
+        assert packed.routing is not None
+        is_known = (packed.routing >= 0).all(dim=-1).index_select(0, packed.rows)
+        self.add_totals(None, differing=(differs.T.index_select(0, packed.rows) & is_known).sum(), recorded=is_known.sum())
+
+    @torch.no_grad()
+    def add_totals(self, loss: Tensor | None, **totals: Tensor) -> None:
+        """Add what a pass contributes to a loss besides the objective, and to metrics that are sums."""
+        if loss is not None:
+            self._sums["loss"] = self._sums["loss"] + loss.double()
+        for name, total in totals.items():
+            self._totals[name] = self._totals.get(name, 0) + total.double()
+
     def metrics(self) -> Metrics:
         """Return means over tokens, ESS = (Σρ)²/(n Σρ²), χ² = E[ρ²] − 1 and the spread of versions."""
         if self._largest is None:
             loss = float(sum(self._sums.values()))
             return {"loss": loss, **dict.fromkeys(("tokens", "mismatch", "mismatch_max", "ess", "chi2", "version_spread"), 0.0)}
-        *read, mismatch_max, newest, minus_oldest = torch.cat([torch.stack(list(self._sums.values())), self._largest]).tolist()
+        every = torch.cat([torch.stack([*self._sums.values(), *self._totals.values()]), self._largest]).tolist()
+        *read, mismatch_max, newest, minus_oldest = every
+        totals = dict(zip(self._totals, read[len(self._sums) :], strict=True))
+        read = read[: len(self._sums)]
+        num_differing, num_recorded = totals.pop("differing", 0.0), totals.pop("recorded", 0.0)
         sums, count = dict(zip(self._sums, read, strict=True)), self._num_tokens
         squared = sums.pop("ratio_squared")
         mismatch = sums.pop("mismatch") / max(sums.pop("is_current"), 1)
@@ -76,6 +98,8 @@ class Diagnostics:
             "ess": sums["ratio"] ** 2 / (count * squared) if squared else 0.0,
             "chi2": squared / count - 1,
             "version_spread": newest + minus_oldest,
+            **({"routing_differs": num_differing / num_recorded} if num_recorded else {}),
+            **totals,
         }
 
 

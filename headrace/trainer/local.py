@@ -72,10 +72,14 @@ class LocalTrainer:
 
     async def step(self, batch: Any, *, learning_rate: float) -> Metrics:  # noqa: ANN401
         def step() -> Metrics:
-            seen = self._trainer.forward_backward(_unpacked(batch))
+            unpacked = _unpacked(batch)
+            seen = self._trainer.forward_backward(unpacked)
             self._wait_for_copies()
             self.num_steps += 1
-            return seen | self._trainer.optim_step(learning_rate)
+            seen |= self._trainer.optim_step(learning_rate)
+            if unpacked.reference_mix:
+                self._trainer.mix_reference(unpacked.reference_mix)
+            return seen
 
         return await self._compute("compute", step)
 

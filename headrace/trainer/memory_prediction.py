@@ -2,12 +2,16 @@
 
 Always allocated, for P numbers in matrices and a few in vectors (norms, biases):
 
-| | bfloat16 | float32 |
+| | bfloat16, float16 | float32 |
 |---|---|---|
 | weights, in one arena | 2 P, vectors 4 each | 4 P |
 | the optimizer's master weights | 4 P | the weights themselves |
 | gradients, accumulated in one buffer | 4 P | 4 P |
 | AdamW's two moments | 8 P | 8 P |
+| the same in 8 bits, with a scale a block | 2.06 P | 2.13 P |
+| Muon's momentum; embeddings, head and vectors have moments | 4 P | 4 P |
+
+Frozen matrices need their weights alone. With an adapter the model is frozen, and the adapter has all of the above.
 
 `COMPILED.saved` and `EAGER.saved` list what a forward pass saves for its backward pass, per token and layer. A compiled layer
 saves what torch's partitioner does not recompute (`test_memory_prediction.py` checks this). An eager layer saves more; in
@@ -20,16 +24,20 @@ accumulated). With recomputation a layer saves only its input, and its activatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from headrace.model import ALIGNMENT, bytes_per_number
+from headrace.trainer.update_rules import AT_ONCE, CACHED
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from headrace.model import ModelShape
     from headrace.trainer.settings import TrainSettings
 
 _WIDE = 4
+_STEP_COPIES = {"adamw": 0, "adamw_8bit": 6, "muon": 9}  # float32 temporaries for each number that is being updated
 _LAYERS_ON_DEVICE = 2  # layers whose activations are on the device while the others' are offloaded
 
 
@@ -41,7 +49,7 @@ class SavedTensor:
     of: str
     count: float = 1
     is_wide: bool = False  # float32 whatever the model's dtype
-    is_narrow_only: bool = False  # exists in bfloat16 only
+    is_narrow_only: bool = False  # exists in bfloat16 and float16 only
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ class TrainerMemory:
     """Bytes. `str` formats a table."""
 
     weights: int
-    masters: int  # float32 copies of the bfloat16 weights
+    masters: int  # float32 copies of narrower weights
     gradients: int
     moments: int
     references: int  # weights of frozen models: a reference, a teacher
@@ -131,6 +139,7 @@ class TrainerMemory:
     activations: int  # at the end of a forward pass
     head: int  # workspace of the head
     layer: int  # workspace of one layer's backward pass; with recomputation, its activations too
+    step: int  # temporaries of the optimizer's step
     process: int  # on a CPU, the process before it has a model
     optimizer_in_passes: int  # masters and moments that are on the device during a pass
     tokens: int  # in the largest pass
@@ -144,7 +153,7 @@ class TrainerMemory:
     @property
     def total(self) -> int:
         """The peak of a pass, or of the optimizer step if that is higher."""
-        step = self.resident - self.optimizer_in_passes + self.masters + self.moments
+        step = self.resident - self.optimizer_in_passes + self.masters + self.moments + self.step
         return max(self.resident + self.activations + max(self.head, self.layer), step)
 
     def __str__(self) -> str:
@@ -152,19 +161,37 @@ class TrainerMemory:
             "weights": self.weights,
             "float32 masters": self.masters,
             "gradients": self.gradients,
-            "AdamW's moments": self.moments,
+            "the optimizer's moments": self.moments,
             "reference and teacher": self.references,
             "made ready for engines": self.publishing,
             "checkpoint being written": self.saving,
             f"activations of {self.tokens:,} tokens": self.activations,
             "head, at work": self.head,
             "a layer's backward pass": self.layer,
+            "the optimizer's step": self.step,
             "the process itself": self.process,
         }
         rows = {name: value for name, value in rows.items() if value}
         width = max(len(name) for name in rows)
         lines = [f"{name:<{width}}  {value / 1e9:>8.2f} GB" for name, value in rows.items()]
         return "\n".join([*lines, f"{'at the peak':<{width}}  {self.total / 1e9:>8.2f} GB"])
+
+
+def _moment_bytes(settings: TrainSettings, trained: int, *, outer: int, vectors: int, width: int) -> int:
+    """Of the optimizer's state for so many numbers in matrices, of which `outer` are embeddings and head, and in vectors."""
+    if settings.optimizer == "adamw_8bit":  # two codes each, and two scales for a block
+        scales = _WIDE * (trained * width + vectors * _WIDE) // ALIGNMENT
+        return 2 * (trained + vectors + scales)
+    with_one = max(0, trained - outer) if settings.optimizer == "muon" else 0
+    return _WIDE * (2 * (trained + vectors) - with_one)
+
+
+def _step_bytes(shape: ModelShape, settings: TrainSettings, trained: int, *, on_gpu: bool) -> int:
+    """Of the optimizer's temporaries. Muon never splits a matrix."""
+    at_once = AT_ONCE if on_gpu or settings.optimizer == "muon" else CACHED
+    if settings.optimizer == "muon":
+        at_once = max(at_once, shape.hidden * max(shape.intermediate, 2 * shape.expert_intermediate))
+    return _WIDE * _STEP_COPIES[settings.optimizer] * min(trained, at_once)
 
 
 def predict_memory(
@@ -175,17 +202,25 @@ def predict_memory(
     tokens: int,
     on_gpu: bool = True,
     num_parameters: int = 0,
+    frozen: Sequence[int] = (),
     num_references: int = 0,
     publishing: int = 0,
+    adapter: int = 0,
+    adapter_width: int = 0,
 ) -> TrainerMemory:
     """Predict for passes of at most `tokens` tokens. `num_parameters`: as counted in the model's files, 0 if unknown.
-    `num_references`: frozen models of the same size. `publishing`: bytes that the weight sync takes in the same memory."""
-    costs = COMPILED if on_gpu else EAGER
-    width = 2 if dtype == "bfloat16" else _WIDE
+    `frozen`: the numbers in each matrix that is not trained. `num_references`: frozen models of the same size.
+    `publishing`: bytes that the weight sync takes in the same memory. `adapter`: numbers in the adapter that alone is trained,
+    if there is one, and `adapter_width`: what it computes per token and layer between its matrices."""
+    costs = replace(COMPILED, saved=EAGER.saved) if on_gpu and adapter else COMPILED if on_gpu else EAGER
+    width = bytes_per_number(dtype)
     vectors = shape.vectors
     matrices = max(num_parameters - vectors, 0) or shape.matrices
-    weights = width * matrices + _WIDE * vectors
-    masters, moments = _WIDE * matrices if width < _WIDE else 0, 2 * _WIDE * (matrices + vectors)
+    weights = width * (matrices + adapter) + _WIDE * vectors
+    trained, vectors = (adapter, 0) if adapter else (matrices - sum(frozen), vectors)
+    outer = 0 if adapter else shape.embedding * ((1 if shape.is_tied else 2) - frozen.count(shape.embedding))
+    masters = _WIDE * trained if width < _WIDE else 0
+    moments = _moment_bytes(settings, trained, outer=outer, vectors=vectors, width=width)
     recomputes = settings.recompute == "layers"
     layers = min(_LAYERS_ON_DEVICE, shape.layers) if "activations" in settings.offload else shape.layers
     widths = shape.widths()
@@ -194,20 +229,27 @@ def predict_memory(
         real = [each for each in tensors if width < _WIDE or not each.is_narrow_only]
         return tokens * sum(widths[each.of] * each.count * (_WIDE if each.is_wide else width) for each in real)
 
-    saved = size(costs.saved)
+    saved = size(costs.saved) + tokens * adapter_width * width
+    layer_gradients = adapter // shape.layers if adapter else shape.layer_matrices
+    head_gradient = 0 if adapter else _WIDE * costs.head_gradients * shape.embedding
+    # On a CPU a reference that follows the policy is copied into checkpoints; one that is mixed in is held in float32 too.
+    wide = 0 if on_gpu or settings.reference_mix == 1 or width == _WIDE else _WIDE * matrices
+    references = 0 if "reference" in settings.offload and on_gpu else num_references * weights
+    copied = 0 if on_gpu or not settings.reference_every else wide or weights
     logits = min(costs.chunk_elements, tokens * shape.vocabulary)
     chunk = logits * (_WIDE * costs.wide_chunks + width * costs.narrow_chunks)
     return TrainerMemory(
         weights=weights,
         masters=masters,
-        gradients=_WIDE * (matrices + vectors),
+        gradients=_WIDE * (trained + vectors),
         moments=moments,
-        references=0 if "reference" in settings.offload else num_references * weights,
+        references=references + wide,
         publishing=publishing,
-        saving=0 if on_gpu else _WIDE * (matrices + vectors) + moments,
+        saving=0 if on_gpu else _WIDE * ((adapter or matrices) + vectors) + moments + copied,
         activations=int(costs.spread * (layers * (tokens * _WIDE * shape.hidden if recomputes else saved) + size(OUTSIDE))),
-        head=int(chunk + _WIDE * costs.head_gradients * shape.embedding + _WIDE * tokens * shape.hidden),
-        layer=int((saved if recomputes else 0) + size(BACKWARD) + width * shape.layer_matrices),
+        head=int(chunk + head_gradient + _WIDE * tokens * shape.hidden),
+        layer=int((saved if recomputes else 0) + size(BACKWARD) + width * layer_gradients),
+        step=_step_bytes(shape, settings, trained, on_gpu=on_gpu),
         process=costs.process,
         optimizer_in_passes=0 if "optimizer" in settings.offload else masters + moments,
         tokens=tokens,

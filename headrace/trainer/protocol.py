@@ -25,14 +25,19 @@ class Trainer(Protocol):
 
     def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
         """[T] float32 per rollout: a column's value on each trained token, 0 elsewhere. `proximal`: logprobs under the current
-        weights; `reference`, `teacher`: under those models; `values`: the value head's estimate before the token. Called before
-        the first optimizer step of a version, for columns that must not see its updates."""
+        weights; `entropy`: of their distribution; `reference`, `teacher`: logprobs under those models; `values`: the value
+        head's estimate before the token. Called before the first optimizer step of a version, for columns that must not see its
+        updates."""
 
     def forward_backward(self, batch: Batch) -> Metrics:
         """Accumulate the batch's gradient; return metrics of the passes."""
 
     def optim_step(self, learning_rate: float) -> Metrics:
         """Take one optimizer step with the accumulated gradient, then zero it."""
+
+    def mix_reference(self, share: float) -> None:
+        """Set the reference's weights to share · current + (1 − share) · reference. Called after an optimizer step whose batch
+        asks for it."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return the weights to publish after a version has been trained."""

@@ -1,4 +1,5 @@
-"""Saves a trainer as a Hugging Face folder: float32 weights beside the configuration, and a subfolder for the optimizer."""
+"""Saves a trainer as a Hugging Face folder: float32 weights beside the configuration, and a subfolder for the optimizer. If an
+adapter is trained, it is a PEFT folder: the adapter alone, and the name of the model it belongs to."""
 
 from __future__ import annotations
 
@@ -11,47 +12,57 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from headrace.durable import seal
-from headrace.model import named_tensors
+from headrace.model import adapter_of, named_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from headrace.durable import Fingerprints
-    from headrace.trainer.optimizer import FlatAdamW
+    from headrace.trainer.frozen_model import FrozenModel
+    from headrace.trainer.optimizer import FlatOptimizer
 
 OPTIMIZER_FILE = "trainer/optimizer.safetensors"  # other readers take .safetensors files in the folder itself for weights
+REFERENCE_FILE = "trainer/reference.safetensors"  # of a reference that changes in the run
 VALUE_HEAD = "value_head"  # prefix of the value head's parameters, saved with the optimizer: the folder itself is the policy
 
 
 def save(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    optimizer: FlatAdamW,
+    optimizer: FlatOptimizer,
     folder: Path,
     *,
+    reference: FrozenModel | None = None,
     on_read: Callable[[], None],
 ) -> Fingerprints:
-    """Write the optimizer's float32 masters as weights, so that a restart loses nothing. All state is copied to the host before
-    `on_read` is called; any thread may write it."""
+    """Write the optimizer's float32 masters as weights, so that a restart loses nothing, and the `reference`, if given. All
+    state is copied to the host before `on_read` is called; any thread may write it."""
     transformers_logging.disable_progress_bar()
     with _side_stream(next(model.parameters()).device):
         optimizer.settle()
-        weights, state = _state(model, optimizer), optimizer.state()
+        adapter = adapter_of(model)
+        weights, state = _state(model if adapter is None else adapter, optimizer), optimizer.state()
         for name in optimizer.names:
             if name.startswith(f"{VALUE_HEAD}."):
                 state[name] = optimizer.master(name).to("cpu", copy=True)
+        referred_to = reference.state() if reference is not None else {}
     on_read()
-    model.save_pretrained(folder, state_dict=weights)
+    if adapter is not None:
+        adapter.write(folder, weights, base=str(model.name_or_path))
+    else:
+        model.save_pretrained(folder, state_dict=weights)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True) + "\n")
     del weights  # before the rest is written
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(folder)
     (folder / OPTIMIZER_FILE).parent.mkdir(exist_ok=True)
     save_file(state, folder / OPTIMIZER_FILE)
+    if reference is not None:
+        save_file(referred_to, folder / REFERENCE_FILE)
     return seal(folder)
 
 
@@ -67,7 +78,7 @@ def _side_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _state(model: PreTrainedModel, optimizer: FlatAdamW) -> dict[str, Tensor]:
+def _state(model: nn.Module, optimizer: FlatOptimizer) -> dict[str, Tensor]:
     """Copy each tensor out of its arena, where all tensors would seem to share memory; tied ones share their copy."""
     copies: dict[int, Tensor] = {}
     names = {id(tensor): name for name, tensor in model.named_parameters() if name in optimizer.names}
@@ -80,13 +91,21 @@ def _state(model: PreTrainedModel, optimizer: FlatAdamW) -> dict[str, Tensor]:
     return state
 
 
-def load(model: PreTrainedModel, optimizer: FlatAdamW, folder: Path) -> None:
+def load(model: PreTrainedModel, optimizer: FlatOptimizer, folder: Path, *, reference: FrozenModel | None = None) -> None:
     transformers_logging.disable_progress_bar()
-    theirs = dict(named_tensors(type(model).from_pretrained(folder, dtype=torch.float32, use_safetensors=True)))
+    adapter = adapter_of(model)
+    learner: nn.Module = model if adapter is None else adapter
+    theirs = (
+        dict(named_tensors(type(model).from_pretrained(folder, dtype=torch.float32, use_safetensors=True)))
+        if adapter is None
+        else adapter.read(folder)
+    )
     state = load_file(folder / OPTIMIZER_FILE)
     optimizer.load_weights({**theirs, **{name: tensor for name, tensor in state.items() if name in optimizer.names}})
     with torch.no_grad():
-        for name, tensor in named_tensors(model):
+        for name, tensor in named_tensors(learner):
             if name not in optimizer.names:
                 tensor.copy_(theirs[name])
     optimizer.load_state(state)
+    if reference is not None:
+        reference.load_state(load_file(folder / REFERENCE_FILE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,9 @@ from torch import nn
 from headrace.algorithms import (
     BATCH_WIDE,
     COMPUTED,
+    ENTROPY,
     PROXIMAL,
+    REFERENCE,
     VALUES,
     TokenTensors,
     batch_correction,
@@ -26,6 +29,9 @@ from headrace.model import (
     Arena,
     Head,
     Packed,
+    adapter_of,
+    check_recorded,
+    find_readable_routers,
     hidden_states,
     make_context,
     members_of,
@@ -33,11 +39,17 @@ from headrace.model import (
     narrow,
     pack,
     plan_passes,
+    replaying,
 )
 from headrace.observe import peak_memory
+from headrace.settings import ConfigError
 from headrace.trainer import layers, saving
 from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
-from headrace.trainer.optimizer import FlatAdamW
+from headrace.trainer.frozen_model import FrozenModel, WithoutAdapter
+from headrace.trainer.loss_scale import LossScale
+from headrace.trainer.optimizer import FlatOptimizer
+from headrace.trainer.parameter_groups import match_parameters
+from headrace.trainer.router_losses import router_losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +60,6 @@ if TYPE_CHECKING:
 
     from headrace.durable import Fingerprints
     from headrace.records import Array, Batch, Rollout
-    from headrace.trainer.frozen_model import FrozenModel
     from headrace.trainer.protocol import Metrics
     from headrace.trainer.settings import TrainSettings
 
@@ -76,35 +87,60 @@ class DeviceTrainer:
         dtype: torch.dtype = torch.float32,
         frozen: Mapping[str, FrozenModel] | None = None,
     ) -> None:
-        """`frozen`: models by the column of their logprobs."""
+        """`frozen`: models by the column of their logprobs. If the model has an adapter, that alone is trained, and without it
+        the model is the reference, unless another is given."""
         self.model = model.eval()  # no dropout, as in the engine; gradients still flow
         self.num_passes = 0
         self._tokenizer, self._settings, self._exact = tokenizer, settings, exact
-        self._frozen = dict(frozen or {})
+        self._frozen: dict[str, FrozenModel | WithoutAdapter] = dict(frozen or {})
         self._device = next(model.parameters()).device
+        adapter = adapter_of(model)
+        if adapter is not None:
+            self._frozen.setdefault(REFERENCE, WithoutAdapter(model, exact=exact))
+        learner: nn.Module = model if adapter is None else adapter
         digits: dict[str, Tensor] = {}
-        if _loses_digits(model, dtype):  # on the host until the masters exist, so that the GPU does not hold them twice
-            digits = {name: tensor.to("cpu", copy=True) for name, tensor in named_tensors(model)}
+        if _loses_digits(learner, dtype):  # on the host until the masters exist, so that the GPU does not hold them twice
+            digits = {name: tensor.to("cpu", copy=True) for name, tensor in named_tensors(learner)}
         if dtype != torch.float32:
             narrow(model, dtype)
-        self.arena = Arena.adopt(model)  # the weights in the engine's layout
+        self._weights = Arena.adopt(model)
+        # What is trained, as engines lay it out.
+        self.arena = self._weights if adapter is None else Arena.adopt(adapter.to(dtype))
         self._head = Head(model, exact=exact)
+        self._routers = find_readable_routers(model)
+        for name in ("router_aux", "router_z"):
+            if self._routers is None and getattr(settings, name):
+                raise ConfigError(f"train.{name} = {getattr(settings, name):g}: the model has no router to train; set it to 0")
         self._values = make_value_head(model) if VALUES in needed_columns(settings.loss, "none", "none") else None
-        trained = [(self.arena, {name: p for name, p in model.named_parameters() if p.requires_grad})]
+        groups = match_parameters(settings.parameters, dict(learner.named_parameters()))
+        for name, group in groups.items():
+            learner.get_parameter(name).requires_grad_(not group.freeze)
+        trained = [(self.arena, {name: p for name, p in learner.named_parameters() if p.requires_grad})]
+        outer = [name for name, p in model.named_parameters() if id(p) in _embeddings(model)]
         if self._values is not None:
             holder = nn.ModuleDict({saving.VALUE_HEAD: self._values})
             trained.append((Arena.adopt(holder), dict(holder.named_parameters())))
-        self.optimizer = FlatAdamW(trained, settings, offload="optimizer" in settings.offload)
+            outer += dict(holder.named_parameters())
+        self._is_loss_finite = True
+        self.optimizer = FlatOptimizer(
+            trained,
+            settings,
+            offload="optimizer" in settings.offload,
+            groups=groups,
+            outer=outer,
+            loss_scale=LossScale() if torch.float16 in self.arena.flat else None,
+        )
         if digits:
             self.optimizer.load_weights(digits)
         if settings.recompute == "layers":
             layers.recompute(model)
-        if self._device.type == "cuda" and not exact and dtype != torch.float32 and layers.can_compile(model):
+        is_plain = not exact and dtype != torch.float32 and adapter is None  # an adapter's hooks would compile every layer anew
+        if self._device.type == "cuda" and is_plain and layers.can_compile(model):
             layers.compile_all(model)
 
     def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
         scorer = self._frozen.get(column)
-        is_own = column == PROXIMAL or (column == VALUES and self._values is not None)
+        is_own = column in (PROXIMAL, ENTROPY) or (column == VALUES and self._values is not None)
         if column not in COMPUTED or (scorer is None and not is_own):
             raise missing_column("the trainer", column)
         model, head = (self.model, self._head) if scorer is None else (scorer.model, scorer.head)
@@ -112,12 +148,14 @@ class DeviceTrainer:
         with torch.no_grad(), scorer or contextlib.nullcontext():
             for members, packed in self._passes(batch.rollouts):
                 self.num_passes += 1
-                rows = self._hidden(model, packed)
+                with replaying(self._routers if scorer is None else None, packed):
+                    rows = self._hidden(model, packed)
                 if column == VALUES:
                     values = self._estimates(rows)
                     assert values is not None
                 else:
-                    values, _ = head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
+                    logprobs, entropies = head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
+                    values = entropies if column == ENTROPY else logprobs
                 found, sequence = values.cpu().numpy(), packed.sequence.cpu().numpy()
                 for place, member in enumerate(members):
                     results[member][_targets(batch.rollouts[member])] = found[sequence == place]
@@ -146,39 +184,63 @@ class DeviceTrainer:
         # All passes are packed and on their way to the device before the first starts, so that none waits for the host.
         for each in [prepared(*each) for each in self._passes(rollouts)]:
             self.num_passes += 1
-            self._train_pass(batch, each, seen)
-        return seen.metrics()
+            with replaying(self._routers, each.packed) as differs:  # the backward pass too: it may recompute layers
+                self._train_pass(batch, each, seen)
+            if differs is not None:
+                seen.add_routing(differs, each.packed)
+        metrics = seen.metrics()
+        self._is_loss_finite = math.isfinite(metrics["loss"])
+        return metrics
 
     def optim_step(self, learning_rate: float) -> Metrics:
-        settings, rates = self._settings, {"learning_rate": learning_rate}
+        settings, rates, scaling = self._settings, {"learning_rate": learning_rate}, dict[str, float]()
         if self._values is not None:
             times = settings.value_learning_rate / settings.learning_rate or _VALUE_TIMES
             rates["value_learning_rate"] = times * learning_rate
-        norms = self.optimizer.step(*rates.values()).tolist()
-        is_finite = bool(np.isfinite(norms).all())
+        norms, scale = self.optimizer.step(*rates.values()).tolist(), self.optimizer.loss_scale
+        is_finite, is_overflow = bool(np.isfinite(norms).all()), False
+        if scale is not None:
+            scaling["loss_scale"] = scale.value
+            is_overflow = self._is_loss_finite and scale.adapt(is_finite=is_finite)
+            scaling["overflowed"] = float(is_overflow)
         return {
             **{name: norm if is_finite else -1.0 for name, norm in zip(("grad_norm", "value_grad_norm"), norms, strict=False)},
-            "skipped": float(not is_finite),
+            "skipped": float(not is_finite and not is_overflow),
             **rates,
+            **scaling,
             "memory_peak": float(peak_memory(self._device)),
         }
+
+    def mix_reference(self, share: float) -> None:
+        reference = self._frozen[REFERENCE]
+        assert isinstance(reference, FrozenModel)
+        reference.mix(self.arena, share)
 
     def tensors(self) -> Arena:
         """Return the weights in the engine's dtypes."""
         return self.arena
 
     def save(self, folder: Path, *, on_read: Callable[[], None] = lambda: None) -> Fingerprints:
-        return saving.save(self.model, self._tokenizer, self.optimizer, folder, on_read=on_read)
+        return saving.save(self.model, self._tokenizer, self.optimizer, folder, reference=self._reference, on_read=on_read)
 
     def load(self, folder: Path) -> None:
-        saving.load(self.model, self.optimizer, folder)
+        saving.load(self.model, self.optimizer, folder, reference=self._reference)
+
+    @property
+    def _reference(self) -> FrozenModel | None:
+        """The reference, if it changes and so is part of a checkpoint."""
+        reference = self._frozen.get(REFERENCE)
+        return reference if self._settings.reference_every and isinstance(reference, FrozenModel) else None
 
     def _passes(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[list[int], Packed]]:
-        """Yield the indexes of each pass's rollouts, and these packed."""
-        is_target, settings = [rollout.loss_mask for rollout in rollouts], self._settings
-        share = settings.share_prefixes and not self._exact
+        """Yield the indexes of each pass's rollouts, and these packed; rollouts without a target are in no pass."""
+        check_recorded(self._routers, rollouts)
+        places = [place for place, rollout in enumerate(rollouts) if _targets(rollout).any()]
+        rollouts, settings = [rollouts[place] for place in places], self._settings
+        is_target, share = [rollout.loss_mask for rollout in rollouts], settings.share_prefixes and not self._exact
         for units in plan_passes(rollouts, budget=settings.micro_batch_tokens, share=share):
-            yield members_of(units), pack(rollouts, is_target, units=units, device=self._device, exact=self._exact)
+            packed = pack(rollouts, is_target, units=units, device=self._device, exact=self._exact)
+            yield [places[member] for member in members_of(units)], packed
 
     def _columns(self, batch: Batch) -> dict[str, Sequence[Array]]:
         """Return the columns that every rollout has, and compute the needed ones that are missing. `proximal` is computed only
@@ -187,7 +249,7 @@ class DeviceTrainer:
         columns: dict[str, Sequence[Array]] = {
             name: [rollout.columns[name] for rollout in batch.rollouts] for name in sorted(shared)
         }
-        wanted = set(needed_columns(batch.loss, batch.correction, batch.kl))
+        wanted = {*needed_columns(batch.loss, batch.correction, batch.kl), *([ENTROPY] if batch.entropy_floor else [])}
         if batch.correction not in BATCH_WIDE:
             wanted.discard(PROXIMAL)
         for name in sorted(wanted - shared):
@@ -198,14 +260,15 @@ class DeviceTrainer:
 
     def _train_pass(self, batch: Batch, each: _Pass, seen: Diagnostics) -> None:
         packed = each.packed
-        with layers.saved_tensors(self.arena, on_host="activations" in self._settings.offload):
+        with layers.saved_tensors(self._weights, on_host="activations" in self._settings.offload), self._watching() as watched:
             rows = self._hidden(self.model, packed)
 
-        def judge(start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        def judge(start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
             with torch.enable_grad():
-                leaf = logprobs.detach().requires_grad_()
-                loss = self._objective(batch, each, slice(start, stop), leaf, entropies, None, seen)
-                return torch.autograd.grad(loss, leaf)[0]
+                leaves = logprobs.detach().requires_grad_(), entropies.detach().requires_grad_()
+                loss = self._objective(batch, each, slice(start, stop), *leaves, None, seen)
+                of_logprobs, of_entropies = torch.autograd.grad(self._scaled(loss), leaves, allow_unused=True)
+                return torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs, of_entropies
 
         loss = None
         if packed.allowed is None and self._values is None:
@@ -215,8 +278,19 @@ class DeviceTrainer:
             )
         if loss is None:
             logprobs, entropies = self._head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
-            loss = self._objective(batch, each, slice(None), logprobs, entropies, self._estimates(rows), seen)
+            loss = self._scaled(self._objective(batch, each, slice(None), logprobs, entropies, self._estimates(rows), seen))
+        if watched:
+            num_targets = sum(int(np.count_nonzero(_targets(rollout))) for rollout in batch.rollouts)
+            aux, z = router_losses(list(watched.values()), packed, num_targets=num_targets)
+            added = self._settings.router_aux * aux + self._settings.router_z * z
+            seen.add_totals(added, router_aux=aux, router_z=z)
+            loss = loss + self._scaled(added)
         loss.backward()
+
+    def _watching(self) -> contextlib.AbstractContextManager[Mapping[int, tuple[Tensor, Tensor]] | None]:
+        """Within it, routers leave what their losses need, if there are any."""
+        is_wanted = self._routers is not None and (self._settings.router_aux or self._settings.router_z)
+        return self._routers.watching() if self._routers is not None and is_wanted else contextlib.nullcontext()
 
     def _objective(
         self,
@@ -249,6 +323,11 @@ class DeviceTrainer:
         seen.add(asked, tokens, is_current=given["is_current"])
         return asked.loss
 
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """What a gradient is taken of, so that it does not underflow in float16."""
+        scale = self.optimizer.loss_scale
+        return loss if scale is None else loss * scale.value
+
     def _estimates(self, rows: Tensor) -> Tensor | None:
         """The value head's estimate at each row."""
         return None if self._values is None else self._values(rows.float()).squeeze(1)
@@ -277,5 +356,11 @@ def make_value_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def _loses_digits(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+def _embeddings(model: PreTrainedModel) -> set[int]:
+    """Ids of the weights of the head, and of embeddings of tokens or positions."""
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    return {id(weight) for weight in (*embeddings, model.get_output_embeddings().weight)}
+
+
+def _loses_digits(model: nn.Module, dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and any(p.dtype == torch.float32 and p.ndim >= 2 for p in model.parameters())

@@ -9,43 +9,61 @@ import pytest
 from hypothesis import given, strategies as st
 from strategies import quick
 
-from headrace.algorithms import advantages, batch_advantages, gae, normalised, token_rewards
+from headrace.algorithms import ADVANTAGES, advantages, batch_advantages, gae, normalised, sum_of_normalised, token_rewards
 from headrace.bench.stubs import answer
 
 rewards = st.lists(st.integers(-8, 8).map(lambda number: number / 4), min_size=2, max_size=9)
 
 
-def naive(values: list[float], kind: str) -> list[float]:
-    mean = sum(values) / len(values)
-    if kind == "group":
-        spread = statistics.pstdev(values)
-        return [(value - mean) / spread if spread else 0.0 for value in values]
-    if kind == "group_mean":
-        return [value - mean for value in values]
-    return [value - (sum(values) - value) / (len(values) - 1) for value in values]
+BASELINES = ("group", "leave_one_out", "global", "reward")
+SCALES = ("group", "batch", "none")
 
 
-@pytest.mark.parametrize("kind", ["group", "group_mean", "leave_one_out"])
-@given(values=rewards)
+def naive(values: list[float], every: list[float], baseline: str, scale: str) -> list[float]:
+    spread = {"group": statistics.pstdev(values), "batch": statistics.pstdev(every), "none": 1.0}[scale]
+    others = [(sum(values) - value) / (len(values) - 1) for value in values]
+    mean = {
+        "group": [sum(values) / len(values)] * len(values),
+        "leave_one_out": others,
+        "global": [sum(every) / len(every)] * len(values),
+        "reward": [0.0] * len(values),
+    }[baseline]
+    return [(value - base) / spread if spread else 0.0 for value, base in zip(values, mean, strict=True)]
+
+
+def of_group(values: list[float], baseline: str = "group", scale: str = "group") -> np.ndarray:
+    return advantages(values, values, baseline=baseline, scale=scale)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", BASELINES)
+@given(values=st.lists(rewards, min_size=1, max_size=4))
 @quick
-def test_advantages_are_the_formula(kind: str, values: list[float]) -> None:
-    made = advantages(values, kind=kind)
-    assert made.dtype == np.float32 and made.shape == (len(values),)
-    np.testing.assert_allclose(made, naive(values, kind), atol=1e-5)
+def test_advantages_are_the_formula(baseline: str, scale: str, values: list[list[float]]) -> None:
+    every = [value for group in values for value in group]
+    made = batch_advantages(values, baseline=baseline, scale=scale)
+    assert [len(group) for group in made] == [len(group) for group in values]
+    for group, got in zip(values, made, strict=True):
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, naive(group, every, baseline, scale), atol=1e-5)
 
 
 def test_by_hand() -> None:
-    assert advantages([0, 1], kind="group").tolist() == [-1, 1]
-    assert advantages([0, 0, 0, 1], kind="group_mean").tolist() == [-0.25, -0.25, -0.25, 0.75]
-    np.testing.assert_allclose(advantages([0, 0, 3], kind="leave_one_out"), [-1.5, -1.5, 3])
+    assert of_group([0, 1]).tolist() == [-1, 1]
+    assert of_group([0, 0, 0, 1], scale="none").tolist() == [-0.25, -0.25, -0.25, 0.75]
+    np.testing.assert_allclose(of_group([0, 0, 3], "leave_one_out", "none"), [-1.5, -1.5, 3])
+    first, second = batch_advantages([[0, 4], [2, 2]], baseline="group", scale="batch")  # TRL's scale_rewards = "batch"
+    np.testing.assert_allclose(first, [-np.sqrt(2), np.sqrt(2)], rtol=1e-6)
+    assert not second.any()
 
 
-@pytest.mark.parametrize("kind", ["group", "group_mean", "leave_one_out"])
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "global"])
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -1e6])
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_siblings_that_did_equally_well_have_no_advantage(kind: str, value: float, count: int) -> None:
+def test_siblings_that_did_equally_well_have_no_advantage(baseline: str, scale: str, value: float, count: int) -> None:
     """Rounding of the mean must not be divided by itself."""
-    np.testing.assert_allclose(advantages([value] * count, kind=kind), np.zeros(count), atol=1e-9)
+    np.testing.assert_allclose(of_group([value] * count, baseline, scale), np.zeros(count), atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [0.1, 1.0, 37.3, -1e6, 3e20])
@@ -54,52 +72,34 @@ def test_rounding_of_a_float32_reward_is_no_advantage(size: float) -> None:
     reward = np.float32(size)
     after = np.nextafter(reward, np.float32(np.inf))
     for off in (after, np.nextafter(after, np.float32(np.inf))):
-        for made in (advantages([float(reward)] * 7 + [float(off)], kind="group"), normalised([reward, off])):
+        for made in (of_group([float(reward)] * 7 + [float(off)]), normalised([reward, off])):
             np.testing.assert_allclose(made, 0.0, atol=1e-3)
-    assert np.abs(advantages([size] * 7 + [size * 1.001], kind="group")).max() > 2
+    assert np.abs(of_group([size] * 7 + [size * 1.001])).max() > 2
 
 
 @given(rewards, st.sampled_from([0.5, 4.0]), st.sampled_from([-2.0, 8.0]))
 @quick
 def test_group_advantages_do_not_depend_on_the_rewards_scale_or_zero(values: list[float], scale: float, shift: float) -> None:
-    moved = [scale * value + shift for value in values]
-    np.testing.assert_allclose(advantages(moved, kind="group"), advantages(values, kind="group"), atol=1e-5)
+    np.testing.assert_allclose(of_group([scale * value + shift for value in values]), of_group(values), atol=1e-5)
 
 
-def test_an_unknown_kind_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"train.advantage = 'gruop': must be group, group_mean or leave_one_out"):
-        advantages([0, 1], kind="gruop")
-
-
-# Over a version's groups, and per token
-
-groups = st.lists(rewards, min_size=1, max_size=4)
-
-
-@given(values=groups)
-@quick
-def test_global_advantages_are_scaled_over_all_groups(values: list[list[float]]) -> None:
-    flat = [value for group in values for value in group]
-    mean, spread = sum(flat) / len(flat), statistics.pstdev(flat)
-    made = batch_advantages(values, kind="global")
-    assert [len(group) for group in made] == [len(group) for group in values]
-    for group, got in zip(values, made, strict=True):
-        assert got.dtype == np.float32
-        np.testing.assert_allclose(got, [(value - mean) / spread if spread else 0.0 for value in group], atol=1e-5)
-
-
-@given(values=groups, kind=st.sampled_from(["group", "group_mean", "leave_one_out", "reward", "gae", "distill"]))
-@quick
-def test_other_advantages_look_at_one_group_or_none(values: list[list[float]], kind: str) -> None:
-    for group, got in zip(values, batch_advantages(values, kind=kind), strict=True):
-        if kind in ("gae", "distill"):
-            assert not got.any()
-        else:
-            np.testing.assert_allclose(got, group if kind == "reward" else naive(group, kind), atol=1e-5)
+@pytest.mark.parametrize("baseline", ["gae", "distill"])
+def test_advantages_of_tokens_are_left_to_later(baseline: str) -> None:
+    (made,) = batch_advantages([[0.0, 1.0]], baseline=baseline, scale=ADVANTAGES[baseline].scales[0])
+    assert made.tolist() == [0, 0]
 
 
 def test_nothing_has_no_advantages() -> None:
-    assert batch_advantages([], kind="global") == [] and len(normalised(np.zeros(0))) == 0
+    assert batch_advantages([], baseline="global", scale="batch") == [] and len(normalised(np.zeros(0))) == 0
+
+
+def test_each_reward_is_normalised_by_itself_before_the_sum() -> None:
+    """GDPO: (1, 0) and (0, 1) earn the same in sum; normalised one by one, the rarer success counts for more."""
+    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 10.0}, {"a": 0.0, "b": 0.0}, {"a": 0.0}]
+    a, b = np.array([3.0, -1, -1, -1]) / np.sqrt(3), np.array([-1.0, 2, -1]) / np.sqrt(2)
+    expected = [a[0] + 2 * b[0], a[1] + 2 * b[1], a[2] + 2 * b[2], a[3]]  # the last has no b, which adds nothing
+    np.testing.assert_allclose(sum_of_normalised(parts, weights={"b": 2.0}), expected, rtol=1e-6)
+    assert not sum_of_normalised([{"a": 1.0}, {"a": 1.0}], weights={}).any()
 
 
 steps = st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=0, max_size=12)

@@ -31,6 +31,36 @@ def gspo(token: Token, clip_low: float, clip_high: float) -> Slope:
     return clip(math.exp(sum(token.log_ratios) / len(token.log_ratios)), token.advantage, clip_low, clip_high)
 
 
+def luspo(token: Token, clip_low: float, clip_high: float) -> Slope:
+    return gspo(token, clip_low, clip_high)  # the length it is multiplied by is the mean's, tested with the weights
+
+
+def gmpo(token: Token, clip_low: float, clip_high: float) -> Slope:
+    def bounded(log_ratio: float, advantage: float) -> float:
+        return min(log_ratio, clip_high) if advantage > 0 else max(log_ratio, -clip_low)
+
+    ratio = math.exp(sum(map(bounded, token.log_ratios, token.rollout_advantages)) / len(token.log_ratios))
+    mine = token.logprob - token.old
+    return -token.advantage * ratio, -token.advantage * ratio if bounded(mine, token.advantage) == mine else 0.0
+
+
+def sapo(token: Token, tau_positive: float, tau_negative: float) -> Slope:
+    tau = tau_positive if token.advantage > 0 else tau_negative
+    gate = 1 / (1 + math.exp(-tau * (token.ratio - 1)))
+    return -4 / tau * gate * token.advantage, -4 * gate * (1 - gate) * token.ratio * token.advantage
+
+
+def vespo(token: Token, k_positive: float, lambda_positive: float, k_negative: float, lambda_negative: float) -> Slope:
+    k, decay = (k_negative, lambda_negative) if token.advantage < 0 else (k_positive, lambda_positive)
+    product = math.exp(sum(token.log_ratios))
+    return weighted(product**k * math.exp(decay * (1 - product)), token)
+
+
+def kimi(token: Token, tau: float) -> Slope:
+    mine, whole = token.logprob - token.old, sum(token.log_ratios)
+    return -token.advantage * mine + tau / 2 * whole * mine, -token.advantage + tau * whole
+
+
 def weighted(weight: float, token: Token) -> Slope:
     return -weight * token.advantage * token.logprob, -weight * token.advantage
 
@@ -100,6 +130,11 @@ CASES = [
     (reinforce, {}),
     (supervised, {}),
     (gspo, {"clip_low": 0.05, "clip_high": 0.1}),
+    (luspo, {"clip_low": 0.05, "clip_high": 0.1}),
+    (gmpo, {"clip_low": 0.3, "clip_high": 0.2}),
+    (sapo, {"tau_positive": 1.0, "tau_negative": 1.05}),
+    (vespo, {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0}),
+    (kimi, {"tau": 0.3}),
     (cispo, {"clip_low": 0.3, "clip_high": 0.4}),
     (topr, {}),
     (aipo, {"cap": 1.3}),
@@ -150,6 +185,42 @@ def test_ppo_is_the_loop_for_policy_and_value() -> None:
     assert seen["value_clipped"].sum() == sum(slope == 0 for slope in value_slopes)
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_dual_clip_bounds_what_a_bad_token_that_became_likely_costs(name: str) -> None:
+    """Ye et al. 2020, eq. 3: max(min(r A, clip(r) A), c A) where A < 0; elsewhere nothing changes."""
+    bounded, free = make_tokens(), make_tokens()
+    losses, seen, _ = call_loss(name, bounded, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.5})
+    plain_losses, *_ = call_loss(name, free, {"clip_low": 0.2, "clip_high": 0.2})
+    losses.sum().backward()
+    num_bounded = 0
+    for index, token in enumerate(plain(bounded)):
+        loss, slope = clip(token.ratio, token.advantage, 0.2, 0.2)
+        is_bounded = token.advantage < 0 and token.ratio > 1.5
+        num_bounded += is_bounded
+        if is_bounded:
+            loss, slope = -1.5 * token.advantage, 0.0
+        else:
+            assert losses[index] == plain_losses[index]
+        assert (losses[index].item(), bounded.logprobs.grad[index].item()) == pytest.approx((loss, slope))
+        assert bool(seen["clipped"][index]) == (slope == 0 and token.advantage != 0)
+    assert num_bounded > 1
+
+
+def test_kimi_is_the_squared_error_of_the_paper() -> None:
+    """Kimi k1.5, eq. 3 with the mean reward for τ log Z: ½ (A − τ S)² ÷ τ over each rollout, but for a constant."""
+    tokens, tau = make_tokens(), 0.3
+    of_rollout = torch.tensor([0.5, 0.0, -1.0, 2.0, -0.3, 1.0], dtype=torch.float64)
+    tokens = replace(tokens, advantages=of_rollout[tokens.sequence])
+    losses, _ = call("kimi", tokens, {"tau": tau})
+    losses.sum().backward()
+    leaf = tokens.logprobs.detach().clone().requires_grad_()
+    whole = torch.zeros(len(COUNTS), dtype=torch.float64).index_add(0, tokens.sequence, leaf - tokens.old)
+    total = ((of_rollout - tau * whole).square() / (2 * tau)).sum()
+    total.backward()
+    torch.testing.assert_close(tokens.logprobs.grad, leaf.grad)
+    torch.testing.assert_close(losses.sum().detach(), total.detach() - (of_rollout.square() / (2 * tau)).sum())
+
+
 @pytest.mark.parametrize(
     ("name", "constants", "is_beyond"),
     [
@@ -157,6 +228,7 @@ def test_ppo_is_the_loop_for_policy_and_value() -> None:
         ("cispo", {"clip_low": 0.2, "clip_high": 0.2}, lambda t: not 0.8 <= t.ratio <= 1.2),
         ("topr", {}, lambda t: t.advantage < 0 and sum(t.log_ratios) > 0),
         ("aipo", {"cap": 1.5}, lambda t: t.ratio > 1.5),
+        ("gmpo", {}, lambda t: t.ratio > math.exp(0.4) if t.advantage > 0 else t.ratio < math.exp(-0.4)),
     ],
 )
 def test_the_clipped_share_counts_tokens_past_the_clip(name: str, constants: dict[str, float], is_beyond) -> None:

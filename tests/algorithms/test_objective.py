@@ -13,6 +13,7 @@ import torch
 from per_token import COUNTS, VERSION, clipped_grpo, make_tokens, plain
 
 from headrace.algorithms import BATCH_WIDE, CORRECTIONS
+from headrace.algorithms.corrections import JUDGES_CURRENT
 from headrace.algorithms.token_objective import Objective, batch_correction, objective, ratio_base
 from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
 from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
@@ -41,7 +42,7 @@ def test_an_objective_is_the_loop(correction: str, kl: str) -> None:
     items, rows = plain(tokens), tokens.sequence.tolist()
     for index, (token, row) in enumerate(zip(items, rows, strict=True)):
         mine = [other for other, place in zip(items, rows, strict=True) if place == row]
-        log_product = sum(other.proximal - other.recorded for other in mine)
+        log_product = sum((other.logprob if correction == "opsm" else other.proximal) - other.recorded for other in mine)
         weight = {
             "none": 1.0,
             "tis": min(math.exp(token.proximal - token.recorded), 1.5),
@@ -132,11 +133,10 @@ def as_batch(tokens: TokenTensors, **changes) -> tuple[Batch, list[np.ndarray]]:
     return make_batch(rollouts=rollouts, advantages=advantages, weights=advantages, **changes), proximal
 
 
-@pytest.mark.parametrize("name", [name for name in CORRECTIONS if name not in BATCH_WIDE])
+@pytest.mark.parametrize("name", [name for name in CORRECTIONS if name not in BATCH_WIDE | JUDGES_CURRENT])
 def test_over_the_whole_batch_a_correction_is_what_a_pass_computes(name: str) -> None:
     tokens = make_tokens(spread=0.2)
-    constants = {"limit": 0.02} if name == "opsm" else CAPPED
-    batch, proximal = as_batch(tokens, correction=name, correction_constants=constants)
+    batch, proximal = as_batch(tokens, correction=name, correction_constants=CAPPED)
     whole = np.concatenate([w[r.loss_mask] for w, r in zip(batch_correction(batch, proximal), batch.rollouts, strict=True)])
     of_pass = objective(tokens, torch.ones_like(tokens.recorded), batch).correction
     np.testing.assert_allclose(whole, of_pass.numpy(), rtol=1e-4)

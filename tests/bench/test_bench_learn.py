@@ -30,6 +30,9 @@ def test_each_loss_has_a_row_for_each_seed(tmp_path, monkeypatch, capsys):
     asked.clear()
     assert learn.run(losses="grpo", quick=True, json_file=None) == 0
     assert [each[:3] for each in asked] == [("grpo", 0, 10), ("grpo", 1, 10)]
+    asked.clear()
+    assert learn.run(losses="grpo", seeds=1, steps=75, quick=False, json_file=None) == 0
+    assert [each[:3] for each in asked] == [("grpo", 0, 75)]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_every_goal_of_a_seed_is_judged(monkeypatch, capsys, change):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["learn", "--losses=grpo,gpro"], "'gpro' is none of those with constants here: grpo, cispo, gspo, decoupled_ppo"),
+        (["learn", "--losses=grpo,gpro"], "'gpro' is none of those with settings here: grpo, grpo+dual_clip, cispo"),
         (["learn", "--losses=,"], "name at least one of grpo"),
         (["step", "--losses=grpo"], "only `headrace bench learn` has losses"),
     ],

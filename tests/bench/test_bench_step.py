@@ -81,7 +81,7 @@ def test_a_long_tail_gives_every_sibling_its_length_and_every_step_the_same_work
             self.group, self.index, self.sampling = f"g{number // 4}", number % 4, Sampling()
             self.episode = f"{self.group}/{self.index}"
 
-        def prompt(self, prompt):
+        def prompt(self, prompt, template_kwargs=None):
             return Rollout.from_prompt([1, 2], id=self.episode, group=self.group, index=self.index)
 
         async def generate(self, rollout):
@@ -111,7 +111,7 @@ def test_roles_are_measured_while_they_are_at_work(monkeypatch):
     plan = dataclasses.replace(PLAN, device="cuda", completions=2, tokens=100, prompt_tokens=20)
     monkeypatch.setattr(step, "flops_of", lambda model, lengths: step.PEAK_FLOPS * sum(lengths) / 240)
     times = {"engine__decode": 1.0, "engine__prefill": 1.0, "trainer__wait_batch": 5.0}
-    seen = [{**row(9.0, tokens=0, trainer__compute=4.0, **times), "completion_tokens": each} for each in (50.0, 100.0)]
+    seen = [{**row(9.0, tokens=0, trainer__compute=4.0, **times), "completions/mean_length": each} for each in (50.0, 100.0)]
     rows = {r.name.removeprefix("x: "): r.value for r in role_rows(plan, Variant("x", {}), seen, "model")}
     of_trainer = {"trainer at work, prompts included": 47.5, "trainer at work, MFU": 47.5 / 240}
     assert rows == pytest.approx({"engine at work": 75, **of_trainer})
@@ -143,7 +143,7 @@ def test_a_part_that_fails_shows_its_logs_and_is_in_nobodys_way(tmp_path, monkey
         (run_dir / "logs" / "engine-0.log").write_text("first\nwaits for a kernel\n")
         if len(begun) == 1:
             raise RuntimeError("nothing has moved")
-        row = {"seconds": 1.0, "tokens_per_second": 2.0, "lag_mean": 0.0, "completion_tokens": float(PLAN.tokens)}
+        row = {"seconds": 1.0, "tokens_per_second": 2.0, "lag_mean": 0.0, "completions/mean_length": float(PLAN.tokens)}
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"version": n, **row}) + "\n" for n in range(3)))
         (run_dir / "summary.json").write_text(json.dumps({"memory": {}}))
 
@@ -160,7 +160,7 @@ def test_a_part_that_fails_shows_its_logs_and_is_in_nobodys_way(tmp_path, monkey
 
 
 def test_completions_that_end_early_are_no_figure():
-    seen = [{"completion_tokens": float(PLAN.tokens)}, {"completion_tokens": 11.5}]
+    seen = [{"completions/mean_length": float(PLAN.tokens)}, {"completions/mean_length": 11.5}]
     with pytest.raises(RuntimeError, match=rf"11\.5 tokens a completion where {PLAN.tokens} were asked for"):
         step.check_lengths(PLAN, Variant("x", {}), seen)
     step.check_lengths(PLAN, Variant("x", {}, has_tail=True), seen)

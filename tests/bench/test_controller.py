@@ -77,4 +77,4 @@ def test_memory_in_flight_does_not_grow_over_a_simulated_hour(monkeypatch) -> No
 def test_only_learn_has_seeds(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "controller", "--seeds=3"])
-    assert ended.value.code == 2 and "only `headrace bench learn` has seeds" in capsys.readouterr().err
+    assert ended.value.code == 2 and "only `headrace bench learn or trl` has seeds" in capsys.readouterr().err

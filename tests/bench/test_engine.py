@@ -365,8 +365,8 @@ def test_what_was_measured_before_a_failure_is_not_lost(monkeypatch, tmp_path, c
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["controller", "--model", "."], "only `headrace bench engine or sync or vllm` has model"),
-        (["engine", "--seeds", "3"], "only `headrace bench learn` has seeds"),
+        (["controller", "--model", "."], "only `headrace bench engine or sync or trl or vllm` has model"),
+        (["engine", "--seeds", "3"], "only `headrace bench learn or trl` has seeds"),
         (["engine", "--model", "no/such/folder"], "--model = no/such/folder: the folder does not exist"),
     ],
 )

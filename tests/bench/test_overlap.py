@@ -9,7 +9,7 @@ import pytest
 from headrace.bench.overlap import Case, Turn, _recipe, _Rig, _rows
 from headrace.launch.build import build_roles
 from headrace.launch.inputs import UserInputs
-from headrace.launch.warmup import model_folder
+from headrace.launch.start_model import model_folder
 from headrace.observe import Observer
 from headrace.sync import Lineage
 

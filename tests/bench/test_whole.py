@@ -15,7 +15,6 @@ from vllm_server import MISSING, VARIABLES, vllm_python
 
 from headrace.bench import engine, partial, step, trainer, vllm
 from headrace.bench.command import BENCHES
-from headrace.bench.learn import LOSSES
 from headrace.bench.overlap import CASES
 from headrace.bench.partial import CHOICES
 
@@ -47,8 +46,16 @@ def test_every_benchmark_is_run_here_through_two_turns_at_least() -> None:
 @pytest.mark.long
 def test_learn(tmp_path) -> None:
     assert {"seed 0: success after", "seed 1: success after"} <= run_bench(tmp_path, "learn").keys()
-    rows = run_bench(tmp_path, "learn", "--losses", ",".join(LOSSES))
-    assert {f"{loss}, seed {seed}: success after" for loss in LOSSES for seed in (0, 1)} <= rows.keys()
+    tried = ("gspo", "kimi", "ppo", "algorithm=dapo")
+    rows = run_bench(tmp_path, "learn", "--losses", ",".join(tried))
+    assert {f"{name}, seed {seed}: success after" for name in tried for seed in (0, 1)} <= rows.keys()
+
+
+@pytest.mark.long
+def test_sparse(tmp_path) -> None:
+    rows = run_bench(tmp_path, "sparse")
+    tokens = rows["seed 0: sampled tokens"]
+    assert tokens["peers"]["plain"] >= tokens["value"] > 0 and "plain" in rows["seed 0: success after"]["peers"]
 
 
 @pytest.mark.long
@@ -85,6 +92,21 @@ def test_engine(tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_mismatch(tmp_path) -> None:
+    rows = run_bench(tmp_path, "mismatch")
+    kl = rows["moe: KL of engine and trainer"]
+    assert 0 < kl["value"] < kl["peers"]["free"] and rows["dense: KL of engine and trainer"]["value"] > 0
+
+
+@pytest.mark.long
+def test_lora(tmp_path) -> None:
+    rows = run_bench(tmp_path, "lora")
+    assert rows["bytes"]["value"] < rows["bytes"]["peers"]["base"] and rows["one adapter ÷ base"]["value"] > 0
+    kl = {way: rows[f"version 1, {way}: KL against the trainer"]["value"] for way in ("live", "merged in bfloat16")}
+    assert kl["live"] < 1e-9 < kl["merged in bfloat16"]
+
+
+@pytest.mark.long
 def test_trainer(tmp_path) -> None:
     names = " ".join(run_bench(tmp_path, "trainer"))
     assert all(part in names for part in ("forward and backward", "head, ", "long tail", "sharing, "))
@@ -106,6 +128,15 @@ def test_step(tmp_path, kind) -> None:
     rows = run_bench(tmp_path, "step", "--only", ",".join(names), **variables)
     assert sum(name.endswith(": step") for name in rows) == len(names)
     assert any("completions ÷ TRL" in name for name in rows) == ("trl" in names)
+
+
+@pytest.mark.long
+def test_trl(tmp_path) -> None:
+    rows = run_bench(tmp_path, "trl")
+    for what in ("all steps", "success in the last 4 batches"):
+        assert rows[f"seed 0: {what}"]["value"] > 0 and rows[f"seed 0: {what}"]["peers"]["TRL"] > 0
+    for name in ("Headrace", "TRL"):
+        assert len(rows[f"seed 0: reward of the last batch, {name}"]["curve"]) == 8
 
 
 @pytest.mark.long

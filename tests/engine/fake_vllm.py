@@ -27,11 +27,13 @@ class Fake:
     pace: float = 0.002
     """Seconds between two tokens."""
     fault: str = ""
-    """Of a generate call: `garbage`, `broken off`, `refused`, `refused late`, `failed`, `silent`: it never says anything, or
-    `unnamed`: which weights drew what it never says."""
+    """Of a generate call: `garbage`, `broken off`, `refused`, `refused late`, `failed`, `silent`: it never says anything,
+    `restarted`: it knows no adapter any more, or `unnamed`: which weights drew what it never says."""
     logprob: float | None = -0.5
     candidates: tuple[tuple[int, float], ...] = ()
-    """That come with every token, and their logprobs."""
+    """Of which as many come with every token as are requested, and their logprobs."""
+    most_candidates: int = 1 << 30
+    """That a call may request (`--max-logprobs`)."""
     failing: set[str] = field(default_factory=set)
     """Paths that answer with status 500."""
     hanging: set[str] = field(default_factory=set)
@@ -68,6 +70,7 @@ class Fake:
         app.router.add_get("/get_world_size", self._world_size)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/{call}", self._call)
+        app.router.add_post("/v1/{call}", self._call)
         return app
 
     @web.middleware
@@ -126,8 +129,13 @@ class Fake:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append(("generate", body))
+        if self.fault == "restarted":
+            return web.json_response({"error": {"message": f"The model `{body['model']}` does not exist."}}, status=404)
         if self.fault == "refused":
             return web.json_response({"error": {"message": "too long for me"}}, status=400)
+        if (asked := body["sampling_params"]["logprobs"]) > self.most_candidates:
+            told = f"Requested sample logprobs of {asked}, which is greater than max allowed: {self.most_candidates}"
+            return web.json_response({"error": {"message": told}}, status=400)
         answer = web.StreamResponse()
         await answer.prepare(request)
         if self.fault == "silent":
@@ -148,25 +156,26 @@ class Fake:
             while self.holds_at == place and self._aborts == aborts and self._go_on.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             if unsaid and not self._go_on.is_set() and every == self.together:
-                await self._say(answer, unsaid, None, versions)
+                await self._say(answer, unsaid, None, versions, body)
                 unsaid = []
             while not self._go_on.is_set() and self._aborts == aborts:  # noqa: ASYNC110  (two things may end it)
                 await asyncio.sleep(0.002)
             if self._aborts > aborts:
                 if self.is_new and self.fault != "unnamed":
-                    await self._say(answer, unsaid, "abort", versions)
+                    await self._say(answer, unsaid, "abort", versions, body)
                 break
             if place == 3 and self.fault:
                 await self._misbehave(answer, request)
             versions.append(self.weight_version)
             unsaid.append(place)
             if place == 0 or place + 1 == most or len(unsaid) >= every:
-                await self._say(answer, unsaid, "length" if place + 1 == most else None, versions)
+                await self._say(answer, unsaid, "length" if place + 1 == most else None, versions, body)
                 unsaid = []
         await answer.write(b"data: [DONE]\n\n")
 
-    def _candidates(self) -> list[dict[str, Any]]:
-        return [{"token_id": token, "logprob": logprob} for token, logprob in self.candidates]
+    def _candidates(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        sent = self.candidates[: body["sampling_params"]["logprobs"]]
+        return [{"token_id": token, "logprob": logprob} for token, logprob in sent]
 
     async def _misbehave(self, answer: web.StreamResponse, request: web.Request) -> None:
         if self.fault == "garbage":
@@ -178,20 +187,22 @@ class Fake:
         elif self.fault == "broken off" and request.transport is not None:
             request.transport.abort()
 
-    async def _say(self, answer: web.StreamResponse, places: list[int], finish: str | None, versions: list[str]) -> None:
+    async def _say(
+        self, answer: web.StreamResponse, places: list[int], finish: str | None, versions: list[str], body: dict[str, Any]
+    ) -> None:
         ids = [10 + place for place in places]
         content = [{"token_id": i} if self.is_new else {"token": f"token_id:{i}"} for i in ids]
         choice = {
             "index": 0,
             "token_ids": ids,
             "logprobs": {
-                "content": [{**each, "logprob": self.logprob, "top_logprobs": self._candidates()} for each in content]
+                "content": [{**each, "logprob": self.logprob, "top_logprobs": self._candidates(body)} for each in content]
             },
             "finish_reason": finish,
         }
         if self.is_new and finish is not None and self.fault != "unnamed":
             starts = [at for at in range(len(versions)) if at == 0 or versions[at] != versions[at - 1]]
-            stops = [*starts[1:], len(versions)]
+            stops = [*starts[1:], len(versions)][: len(starts)]  # none if it was aborted before its first token
             choice["weight_versions"] = [
                 {"version": versions[a], "start": a, "end": b} for a, b in zip(starts, stops, strict=True)
             ]

@@ -19,7 +19,7 @@ from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.partial import Interrupt
-from headrace.records import Call, FinishReason, Rollout, Sampling, WireError, frames
+from headrace.records import SAMPLED_ENTROPY, Call, FinishReason, Rollout, Sampling, WireError, frames
 from headrace.rpc import Peer
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.records import WeightUpdate
 
 
-def run(test: Callable[[Pooled], Awaitable[None]], model_path: str, *, seconds: float = 30) -> None:
+def run(test: Callable[[Pooled], Awaitable[None]], model_path: str, *, seconds: float = 90) -> None:
     async def main() -> None:
         torch.manual_seed(0)
         async with pooled(model_path) as bench:
@@ -66,7 +66,7 @@ class Gate:
 
         def held(*arguments: Any) -> Any:
             self.is_reached.set()
-            self._may_go.wait(20)
+            self._may_go.wait(60)
             return inner(*arguments)
 
         setattr(far.engine, name, held)
@@ -201,7 +201,7 @@ def test_work_held_back_by_a_backlog_is_sent_when_the_backlog_is_gone(tiny_model
             assert bench.pool.num_waiting == 1 and not far.requests
         assert (await call).calls[0].engine == far.name
 
-    run(check, tiny_model, seconds=10)
+    run(check, tiny_model)
 
 
 # Sizes
@@ -297,6 +297,7 @@ def test_a_lost_engines_rollouts_go_on_from_what_it_told(tiny_model, monkeypatch
     monkeypatch.setattr(worker, "TELL_SECONDS", 0.02)
 
     async def check(bench: Pooled) -> None:
+        bench.record_entropy = True
         policy, first = Policy(bench), await bench.join(slots=2)
         await policy.publish(3)
         requests = [(prompt(f"r{i}", seed=i), Sampling(max_tokens=60, top_k=20, seed=i)) for i in range(4)]
@@ -319,10 +320,14 @@ def test_a_lost_engines_rollouts_go_on_from_what_it_told(tiny_model, monkeypatch
             assert np.array_equal(partial.versions, uncut.versions[:stop]) and set(partial.versions[6:]) == {3}
             assert (partial.policy, partial.lineage) == (uncut.policy, "life")
             assert all(np.array_equal(partial.sampling_mask.row(i), uncut.sampling_mask.row(i)) for i in range(stop))
+            entropies = uncut.columns[SAMPLED_ENTROPY]
+            assert not entropies[:6].any() and (entropies[6:] > 1).all()
+            np.testing.assert_allclose(partial.columns[SAMPLED_ENTROPY], entropies[:stop], atol=1e-5)
             call = partial.calls[0]
             assert (call.start, call.stop, call.engine, call.finish_reason) == (6, stop, "engine-0", FinishReason.ABORT)
             resumed = await bench.pool.generate(partial, Sampling(max_tokens=66 - stop, top_k=20, seed=call.sampling.seed))
             assert np.array_equal(resumed.token_ids, uncut.token_ids) and resumed.calls[1].engine == "engine-1"
+            np.testing.assert_allclose(resumed.columns[SAMPLED_ENTROPY], entropies, atol=1e-5)
         for again in await asyncio.gather(*calls[2:]):
             assert again.finish_reason is FinishReason.LENGTH and again.num_sampled == 60 and len(again.calls) == 1
         assert [name for name in order if name not in ("r0", "r1")] == ["r2", "r3"]

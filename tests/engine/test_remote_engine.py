@@ -41,6 +41,7 @@ class Asked:
                 "token_ids": np.arange(total, dtype=np.int32),
                 "logprobs": np.full(total, -0.5, np.float32),
                 "versions": np.full(total, version, np.int32),
+                "entropies": None,
                 "started": np.zeros(len(keys)),
                 "masks": masks or {},
                 "policy": "policy",

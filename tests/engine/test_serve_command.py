@@ -53,8 +53,8 @@ def served(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Pop
 def stop(process: subprocess.Popen[str], how: signal.Signals) -> tuple[int, str]:
     began = time.monotonic()
     process.send_signal(how)
-    _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - began < 10
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
     return process.returncode, errors
 
 
@@ -84,8 +84,9 @@ def test_it_starts_answers_and_stops_with_a_stream_open(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "the built-in model's folder is gone"
 
 
-def test_ctrl_c_stops_it_and_a_checkpoint_is_served_as_its_version(tmp_path: Path) -> None:
-    result = small_run(tmp_path / "run", steps=2)
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}])
+def test_ctrl_c_stops_it_and_a_checkpoint_is_served_as_its_version(tmp_path: Path, lora: dict[str, Any]) -> None:
+    result = small_run(tmp_path / "run", steps=2, **lora)
     folder = str(result.checkpoint)
     with served(folder, "--port", "0", "--context", "32", "--slots", "2") as (process, url, _):
         answer = httpx.get(f"{url}/v1/models").json()["data"][0]
@@ -223,6 +224,6 @@ def test_an_engine_that_dies_ends_the_server_with_status_1(tmp_path: Path) -> No
         url = re.search(r"http://[\d.]+:\d+", process.stdout.readline())[0]
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.InternalServerError, match="MemoryError: no room"):
-            client.completions.create(model="builtin:tiny", prompt="1", timeout=20)
-        _, errors = process.communicate(timeout=20)
+            client.completions.create(model="builtin:tiny", prompt="1", timeout=60)
+        _, errors = process.communicate(timeout=60)
         assert process.returncode == 1 and errors == "headrace: the engine failed: MemoryError: no room\n"

@@ -96,7 +96,14 @@ class Bench:
 
 OWN = {"top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos", "return_token_ids", "return_tokens_as_token_ids"}
 OWN |= {"include_stop_str_in_output", "skip_special_tokens", "add_generation_prompt", "continue_final_message"}
-OWN |= {"guided_json", "use_beam_search", "no_such_parameter", "repetition_penalty", "chat_template_kwargs"}
+OWN |= {
+    "structured_outputs",
+    "guided_json",
+    "use_beam_search",
+    "no_such_parameter",
+    "repetition_penalty",
+    "chat_template_kwargs",
+}
 
 
 def _extra(options: dict[str, Any]) -> dict[str, Any]:
@@ -450,12 +457,9 @@ def test_new_weights_interrupt_and_the_answer_goes_on(run, stream, interrupt):
         ({"stop": [""]}, "stop", "empty stop string"),
         ({"stop": 3}, "stop", "must be text"),
         ({"stop_token_ids": [102]}, "stop_token_ids", "outside the vocabulary of 102"),
-        ({"logprobs": 5}, "logprobs", "must be 0 or 1"),
+        ({"logprobs": 21}, "logprobs", "between 0 and 20"),
         ({"best_of": 3}, "best_of", "ask for n"),
         ({"echo": "yes"}, "echo", "true or false"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"guided_json": {}}, "guided_json", "not supported"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
@@ -484,8 +488,7 @@ def test_what_cannot_be_done_is_refused_by_name(run, options, param, message):
 @pytest.mark.parametrize(
     ("options", "param", "message"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "give 0"),
+        ({"top_logprobs": 2}, "top_logprobs", "only for logprobs = true"),
         ({"logprobs": 1}, "logprobs", "true or false"),
         ({"echo": True}, "echo", "not a parameter"),
         ({"messages": []}, "messages", "at least one"),
@@ -509,6 +512,7 @@ NAMES = [
     *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n"),
     *("min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "echo", "logprobs", "top_logprobs", "best_of"),
     *("return_token_ids", "return_tokens_as_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "response_format", "structured_outputs"),
     *("stream_options", "add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
     *NEUTRAL,
 ]

@@ -428,8 +428,9 @@ def past_arguments(arguments: Any) -> dict[str, Any]:
         (function(parameters="{}"), "tools[1].function.parameters", "must be a JSON schema, not text"),
         (function(parameters={"x": "\ud800"}), "tools[1].function", "surrogate"),
         (function(parameters={"x": [float("nan")]}), "tools[1].function.parameters.x[0]", "nan is not a number"),
-        (function(strict=True), "tools[1].function.strict", "decoding is not constrained"),
+        (function(strict=True), "tools[1].function.strict", "cannot be held to a schema"),
         ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "cannot be forced"),
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format", "together with tools"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
             "tool_choice",

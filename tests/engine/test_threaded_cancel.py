@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_a_drain_that_is_cancelled_ends_neither_the_engine_nor_its_work(tiny_mod
             await asyncio.sleep(0)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.pause(Interrupt.DRAIN), 0.001)
-        assert [rollout.num_sampled for rollout in await asyncio.wait_for(asyncio.gather(*calls), 10)] == [40, 40]
+        assert [rollout.num_sampled for rollout in await asyncio.wait_for(asyncio.gather(*calls), 60)] == [40, 40]
         engine.close()
         assert not engine.died.done()
 
@@ -75,7 +75,7 @@ def test_an_engine_drained_for_weights_it_cannot_take_goes_on(tiny_model: str, m
         engine.start()
         with pytest.raises(WeightError, match="no weights lie ready"):
             await engine.load(WeightUpdate(policy="policy", lineage="life", version=1), interrupt=Interrupt.DRAIN)
-        rollout = await asyncio.wait_for(engine.generate(Rollout.from_prompt([5], id="r"), Sampling(max_tokens=4)), 10)
+        rollout = await asyncio.wait_for(engine.generate(Rollout.from_prompt([5], id="r"), Sampling(max_tokens=4)), 60)
         engine.close()
         assert rollout.num_sampled == 4 and set(rollout.versions[1:].tolist()) == {0}
 
@@ -109,21 +109,26 @@ def test_an_update_is_not_staged_over_another(tiny_model: str, is_cancelled: boo
         core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
         engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
         seen: list[tuple[str, int]] = []
+        may_go_on = threading.Event()
 
         def stage(update: WeightUpdate) -> None:
             seen.append(("begins", update.version))
-            time.sleep(0.1)
+            may_go_on.wait(60)
             seen.append(("is there", update.version))
 
         monkeypatch.setattr(engine, "_stage", stage)
-        monkeypatch.setattr(engine, "_swap", lambda update: seen.append(("runs", update.version)))
+        monkeypatch.setattr(engine, "_swap", lambda update, _: seen.append(("runs", update.version)))
         engine.start()
         updates = [WeightUpdate(policy="policy", lineage="life", version=version) for version in (1, 2)]
         first, second = (asyncio.create_task(engine.load(update)) for update in updates)
-        await asyncio.sleep(0.05)
+        while not seen:  # noqa: ASYNC110  (it is staged in another thread)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # for a second one that does not wait
         if is_cancelled:
             first.cancel()
-        await asyncio.wait([first, second], timeout=10)
+            await asyncio.sleep(0.05)
+        may_go_on.set()
+        await asyncio.wait([first, second], timeout=60)
         engine.close()
         phases = ["begins", "is there", "runs"]
         assert first.cancelled() == is_cancelled

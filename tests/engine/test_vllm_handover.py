@@ -77,7 +77,7 @@ def run(tiny_model):
                     api,
                     about,
                     name="engine-0",
-                    **{"slots": 2, "context": 64, "vocabulary": 200, "num_candidates": 16},
+                    **{"slots": 2, "context": 64, "vocabulary": 200},
                     model=model,
                     staged=StagedWeights(model, in_place=False),
                     sync=sync,

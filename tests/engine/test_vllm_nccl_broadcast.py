@@ -359,9 +359,9 @@ def test_a_worker_that_does_not_come_is_waited_for_so_long_and_leaves_nothing_op
 def test_a_worker_that_comes_but_does_not_join_is_waited_for_so_long():
     library = FakeLibrary()
     library.stuck_at = 0
-    sender = sender_of(library, deadline=0.5, num_workers=2)
+    sender = sender_of(library, deadline=3.0, num_workers=2)
     port = sender.port
-    missing = r"not all of the server's 2 workers joined over NCCL 22703.*0\.5 s"
+    missing = r"not all of the server's 2 workers joined over NCCL 22703.*3 s"
     with worker_of(sender, library), pytest.raises(SyncError, match=missing) as kept:
         sender.join()
     assert library.aborted == [7]
@@ -370,9 +370,9 @@ def test_a_worker_that_comes_but_does_not_join_is_waited_for_so_long():
 
 def test_a_broadcast_that_does_not_go_on_ends_with_the_deadline():
     library = FakeLibrary()
-    sender = joined(library, deadline=0.5)
+    sender = joined(library, deadline=3.0)
     library.stuck_at = 3
-    with pytest.raises(SyncError, match=r"broadcast 3 of \d+ to 1 workers did not go on within 0\.5 s"):
+    with pytest.raises(SyncError, match=r"broadcast 3 of \d+ to 1 workers did not go on within 3 s"):
         sender.send(odd_weights())
     assert library.aborted == [7] and len(library.sent) == 3
     with pytest.raises(SyncError, match="did not go on"):

@@ -50,7 +50,7 @@ def test_a_cancelled_call_leaves_its_place_to_the_next(is_handed_over):
         await settle()
         if not is_handed_over:
             limit.release()
-        await asyncio.wait_for(waits, 1)
+        await asyncio.wait_for(waits, 30)
         limit.release()
         assert gives_up.cancelled() and limit.num_free == 1
 

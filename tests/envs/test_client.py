@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from strategies import quick
 
-from headrace.envs import EngineClient, PromptEncoder
+from headrace.envs import EngineClient, PromptEncoder, SingleTurn
 from headrace.model.tiny import build_tokenizer
 from headrace.records import Call, FinishReason, Rollout, Sampling
 from headrace.settings import ConfigError
@@ -130,10 +130,10 @@ def test_cached_prompts_are_bounded_in_bytes(tokenizer, monkeypatch) -> None:
     encoder, num_encoded, most = PromptEncoder(tokenizer), 0, 0
     encode = encoder._encode
 
-    def counting(prompt):
+    def counting(prompt, template_kwargs):
         nonlocal num_encoded
         num_encoded += 1
-        return encode(prompt)
+        return encode(prompt, template_kwargs)
 
     monkeypatch.setattr(encoder, "_encode", counting)
     for number in range(200):
@@ -146,3 +146,19 @@ def test_cached_prompts_are_bounded_in_bytes(tokenizer, monkeypatch) -> None:
     assert long is encoder.rollout("7" * 50_000) and len(encoder._cache) == 1, "one that is larger than all of it, too"
     encoder.rollout("12")
     assert list(encoder._cache) == ["12"]
+
+
+def test_a_rows_own_template_variables_reach_its_prompt() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template += "{% if thinks %}#{% endif %}"
+    encoder, task = PromptEncoder(tokenizer), {"prompt": CHAT, "chat_template_kwargs": {"thinks": True}}
+    asked = []
+
+    class Engine:
+        async def generate(self, rollout, sampling):
+            asked.append(tokenizer.decode(rollout.token_ids))
+            return rollout
+
+    for row in (task, {"prompt": CHAT}):
+        asyncio.run(SingleTurn().run(row, client(encoder, engine=Engine())))
+    assert asked == ["<|user|>31524<|end|><|assistant|>#", "<|user|>31524<|end|><|assistant|>"]

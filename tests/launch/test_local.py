@@ -80,8 +80,11 @@ def test_a_run_leaves_what_the_design_says_and_nothing_else(tmp_path):
     assert all(rollout.calls[0].engine == "engine-0" and rollout.reward is not None for rollout in rollouts)
 
 
-def test_at_lag_0_in_exact_mode_it_is_bitwise_the_run_in_one_process(tmp_path):
-    settings = {"exact": True, "staleness": {"max_lag": 0}, "steps": 5, "checkpoint": {"every": 2, "keep": 10}}
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param({"filter": {"max_tied": 0.25}, "sampler": {"kind": "learnable"}}, marks=pytest.mark.long)]
+)
+def test_at_lag_0_in_exact_mode_it_is_bitwise_the_run_in_one_process(tmp_path, more):
+    settings = {"exact": True, "staleness": {"max_lag": 0}, "steps": 5, "checkpoint": {"every": 2, "keep": 10}, **more}
     inline = small_run(tmp_path / "inline", **settings)
     local = local_run(tmp_path / "local", **settings)
     for version in (2, 4, 5):
@@ -117,7 +120,7 @@ def test_an_interrupted_run_kills_its_processes_before_its_event_loop_ends(tmp_p
         await asyncio.wait({training})
         assert training.cancelled() and done == ["kill", "wait"]
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 SLOW_LOSS = """
@@ -186,12 +189,12 @@ def test_two_engines_share_the_work(tmp_path):
 
 
 def test_a_slow_reward_stops_neither_generation_nor_training(tmp_path):
-    """Each call of the reward holds its thread for 0.2 s while the engine must go on drawing for groups further on."""
+    """Each call of the reward holds its thread for half a second while the engine must go on drawing for groups further on."""
     moments: list[float] = []
 
     def slow(prompts, completions, **_):
         moments.append(time.monotonic())
-        time.sleep(0.2)
+        time.sleep(0.5)
         return [float(len(completion)) for completion in completions]
 
     run = local_run(tmp_path / "run", reward=slow, steps=4, held_out=None, staleness={"max_lag": 4}, train={"batch": 8})
@@ -202,7 +205,7 @@ def test_a_slow_reward_stops_neither_generation_nor_training(tmp_path):
         (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in events if event["name"] in ("decode", "prefill")
     ]
     during = [
-        (start, stop) for start, stop in busy for moment in moments if moment + origin + 0.01 < start < moment + origin + 0.19
+        (start, stop) for start, stop in busy for moment in moments if moment + origin + 0.01 < start < moment + origin + 0.49
     ]
     assert during, "the engine stood still while the reward was computed"
 
@@ -265,7 +268,7 @@ def test_what_the_disk_refuses_there_is_the_same_error_here(tmp_path, kind):
         placement = SimpleNamespace(log=tmp_path / "trainer.log")
         process = RoleProcess("trainer", "trainer", handle=SimpleNamespace(), placement=placement)
         process.streams["control"] = SimpleNamespace(begin=begin)
-        await RemoteTrainer(process, deadline=5).save(tmp_path)
+        await RemoteTrainer(process, deadline=30).save(tmp_path)
 
     with pytest.raises(RoleFailed if kind == "ValueError" else OSError, match="not here"):
         asyncio.run(main())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace.model import fused_head
-from headrace.model.fused_head import AllowedTokens, AllTokens, FewTokens, Logprobs, Scaling, Targets
+from headrace.model.fused_head import AllowedTokens, AllTokens, FewTokens, Logprobs, Scaling, Slopes, Targets
 
 ROWS, VOCABULARY, WIDTH = 37, 83, 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,14 +59,17 @@ def naive(
     return logprobs.gather(1, targets.ids.unsqueeze(1)).squeeze(1), entropy
 
 
-def compare(kind: type, targets: Targets, *, tolerance: float = 1e-5) -> None:
+def compare(kind: type, targets: Targets, *, tolerance: float = 1e-5, entropy_weight: float = 0.0) -> None:
     inputs = [numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1, scale=0.7), numbers(VOCABULARY, seed=2)]
     weighing = numbers(ROWS, seed=3)
     found = []
     for dtype in (torch.float64, torch.float32):
         given = [tensor.to(dtype).requires_grad_() for tensor in inputs]
         logprobs, entropy = naive(*given, targets) if dtype == torch.float64 else Logprobs.apply(*given, targets, kind)
-        (logprobs * weighing.to(dtype)).sum().backward()
+        loss = (logprobs * weighing.to(dtype)).sum()
+        if entropy_weight:
+            loss = loss - entropy_weight * (entropy * weighing.to(dtype).flip(0)).sum()
+        loss.backward()
         found.append([logprobs.detach(), entropy.detach(), *(tensor.grad for tensor in given)])
     for expected, ours in zip(*found, strict=True):
         assert expected is not None and ours is not None
@@ -100,54 +103,71 @@ def test_logprobs_entropy_and_gradients_are_those_of_whole_logits(scaling: str, 
     targets = make_targets(SCALINGS[scaling], mask=mask)
     assert len(AllTokens.spans(torch.zeros(VOCABULARY, WIDTH), targets)) == 3
     compare(AllTokens, targets)
+    compare(AllTokens, targets, entropy_weight=1.5)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_with_a_mask_the_kept_columns_are_enough(scaling: str) -> None:
     compare(FewTokens, make_targets(SCALINGS[scaling], mask="all"))
+    compare(FewTokens, make_targets(SCALINGS[scaling], mask="all"), entropy_weight=1.5)
 
 
-@pytest.mark.parametrize("mask", ["none", "some"])
+def test_an_entropy_alone_has_its_gradient() -> None:
+    """As a loss of a user's may use it: no derivative by logprobs reaches the head."""
+    targets, (hidden, weight) = make_targets(Scaling()), [numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1)]
+    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    Logprobs.apply(ours, weight, None, targets, AllTokens)[1].sum().backward()
+    naive(theirs, weight, torch.zeros(VOCABULARY), targets)[1].sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("mask", "entropy_weight"), [("none", 0.0), ("some", 1.5)])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_kernels_agree_with_torch(scaling: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_agree_with_torch(scaling: str, mask: str, entropy_weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("headrace.model.kernels.head")
     monkeypatch.setattr(kernels, "_BLOCK", 32)
     targets = make_targets(SCALINGS[scaling], mask=mask)
     logits, gradients = numbers(ROWS, VOCABULARY, seed=6, scale=3.0), numbers(ROWS, seed=7)
     dense, there = targets.mask(VOCABULARY), on_device(targets)
     logprobs, entropy, totals = kernels.forward_rows(logits.to(DEVICE), there)
-    slopes = kernels.backward_rows(logits.to(DEVICE), there, totals, gradients.to(DEVICE), dtype=torch.float32)
+    by_entropies = -entropy_weight * gradients.flip(0).to(DEVICE)
+    asked = Slopes.of(gradients.to(DEVICE), by_entropies if entropy_weight else None, entropy)
+    slopes = kernels.backward_rows(logits.to(DEVICE), there, totals, asked, dtype=torch.float32)
 
     given = logits.clone().requires_grad_()
     scaled = targets.scaling.apply(given) / targets.temperatures.unsqueeze(1)
     scaled = scaled if dense is None else scaled.masked_fill(~dense, float("-inf"))
     expected = torch.log_softmax(scaled, dim=1).gather(1, targets.ids.unsqueeze(1)).squeeze(1)
-    (expected * gradients).sum().backward()
+    chances = torch.softmax(scaled, dim=1)
+    uncertain = -torch.special.xlogy(chances, chances.clamp_min(1e-30)).sum(dim=1)
+    (expected * gradients - entropy_weight * uncertain * gradients.flip(0)).sum().backward()
     torch.testing.assert_close(logprobs.cpu(), expected.detach(), atol=1e-5, rtol=1e-5)
     shares = torch.softmax(scaled.detach(), dim=1)
     torch.testing.assert_close(entropy.cpu(), -torch.xlogy(shares, shares).sum(dim=1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(slopes.cpu(), given.grad, atol=1e-5, rtol=1e-5)
+    tolerance = 5e-5 if entropy_weight else 1e-5  # −p (log p + H) cancels
+    torch.testing.assert_close(slopes.cpu(), given.grad, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("is_gathered", [False, True])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_judged_pass_has_the_gradient_of_two(scaling: str, is_gathered: bool) -> None:
-    """A loss that squares the mean of a whole sequence: its derivative is only right if no sequence is parted."""
+    """A loss that squares the mean of a whole sequence: its derivative is only right if no sequence is parted. Entropies have
+    a part in it too."""
     targets, counts = make_targets(SCALINGS[scaling]), [5, 11, 3, 9, 1, 8]
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
 
-    def loss(logprobs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def loss(logprobs: torch.Tensor, entropies: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         sums = torch.zeros(len(counts), dtype=logprobs.dtype).index_add(0, rows, logprobs)
-        return (sums / torch.tensor(counts)).square().sum()
+        return (sums / torch.tensor(counts)).square().sum() - 0.3 * entropies.square().sum()
 
-    def judge(start: int, stop: int, logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+    def judge(start: int, stop: int, *read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
-            leaf = logprobs.detach().requires_grad_()
-            return torch.autograd.grad(loss(leaf, owner[start:stop]), leaf)[0]
+            leaves = [each.detach().requires_grad_() for each in read]
+            return torch.autograd.grad(loss(*leaves, owner[start:stop]), leaves)
 
     inputs = [numbers(ROWS, WIDTH, seed=0), numbers(VOCABULARY, WIDTH, seed=1), numbers(VOCABULARY, seed=2)]
     two, one = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
-    loss(Logprobs.apply(*two, targets, AllTokens)[0], owner).backward()
+    loss(*Logprobs.apply(*two, targets, AllTokens), owner).backward()
     gathered = torch.ones(VOCABULARY, WIDTH) if is_gathered else None
     spans = [slice(0, 16), slice(16, 29), slice(29, 37)]
     fused_head.LogprobsWithLoss.apply(*one, targets, spans, judge, gathered).backward()

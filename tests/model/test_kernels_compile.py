@@ -19,7 +19,7 @@ from headrace.model.kernels import attention, head
 KINDS = {
     **dict.fromkeys(("query", "key", "value", "gradient", "out", "to_query", "to_key", "to_value"), "*bf16"),
     **dict.fromkeys(("sinks", "sums", "deltas", "logits", "logprobs", "entropies", "totals", "gradients"), "*fp32"),
-    **dict.fromkeys(("temperatures",), "*fp32"), **dict.fromkeys(("tiles", "positions"), "*i32"),
+    **dict.fromkeys(("temperatures", "entropy_gradients"), "*fp32"), **dict.fromkeys(("tiles", "positions"), "*i32"),
     **dict.fromkeys(("scale", "softcap", "divisor", "factor"), "fp32"), "targets": "*i64", "allowed": "*i1",
 }
 
@@ -36,7 +36,7 @@ for is_set in [IS_SET]:
     compile(attention.key_kernel, KV_HEADS=2, **sizes, **flags)
     flags = {"HAS_DIVISOR": is_set, "HAS_FACTOR": is_set, "HAS_SOFTCAP": is_set, "HAS_MASK": is_set}
     compile(head.forward_kernel, BLOCK=128, **flags)
-    compile(head.backward_kernel, BLOCK=128, **flags)
+    compile(head.backward_kernel, BLOCK=128, HAS_ENTROPY=is_set, **flags)
 compile(attention.delta_kernel, HEADS=4, VALUE_DIM=24, VALUE_PAD=32, ROWS=32)
 """
 

@@ -20,6 +20,15 @@ def test_lines_show_rollouts_that_were_dropped_where_there_are_any(capsys) -> No
     assert "dropped" not in before and "dropped so far 2 failed, 8 filtered" in after
 
 
+def test_a_line_shows_what_the_trainer_reports(capsys) -> None:
+    screen = PlainLines(steps=9)
+    screen.row({**ROW, "train/loss": -0.01234, "train/entropy": 0.5, "train/kl": 7.0}, BUDGET)
+    screen.row({**ROW, "train/loss": 2.0, "train/entropy": 0.5, "train/reference_kl": 1e-5}, BUDGET)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1/9  reward 0.500  loss -0.0123  entropy 0.5  tokens/s 100") and " kl " not in first
+    assert "loss 2  entropy 0.5  kl 1e-05" in second
+
+
 def test_the_table_has_a_column_for_them_then() -> None:
     shown = []
     for row in (ROW, {**ROW, "rollouts/filtered": 8}):

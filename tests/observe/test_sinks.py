@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.observe.sinks import JsonLines, read_metrics
+from headrace.observe.sinks import JsonLines, TensorBoard, read_metrics
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,3 +39,17 @@ def test_a_rewrite_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space"):
         JsonLines(path, restored=2)
     assert versions(path) == [1, 2, 3]
+
+
+def test_a_table_of_rollouts_keeps_its_cells_whatever_they_hold(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoard(tmp_path)
+    sink.write_table(3, [{"prompt": "1|2", "completion": "a\n<b> & c", "reward": 0.123456}])
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (shown,) = events.Tensors("rollouts/text_summary")
+    lines = shown.tensor_proto.string_val[0].decode().splitlines()
+    assert shown.step == 3 and lines[0] == "| prompt | completion | reward |"
+    assert lines[2] == "| 1&#124;2 | a<br>&lt;b> &amp; c | 0.1235 |"

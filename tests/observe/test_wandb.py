@@ -9,6 +9,8 @@ import pytest
 
 from headrace.observe.sinks import open_sinks
 
+ROWS = [{"prompt": "1+1", "completion": "2|3\n<b>", "reward": 0.5}, {"prompt": "2", "completion": "", "reward": 1.0}]
+
 
 class Run:
     """What is done with a run of W&B."""
@@ -37,7 +39,7 @@ def runs(monkeypatch) -> list[Run]:
         begun.append(Run(**settings))
         return begun[-1]
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=lambda **given: given))
     for name in ("WANDB_PROJECT", "WANDB_NAME"):
         monkeypatch.delenv(name, raising=False)
     return begun
@@ -72,6 +74,13 @@ def test_versions_are_the_axis_so_that_those_trained_again_are_shown(runs: list[
     assert runs[0].axes == [("version", None), ("*", "version")] and runs[0].rows == [{"version": 3, "reward": 0.5}]
 
 
+def test_rollouts_are_a_table_of_their_version(runs: list[Run], tmp_path) -> None:
+    _, sink = open_sinks(("wandb",), tmp_path, restored=None, config={})
+    sink.write_table(4, ROWS)
+    table = {"columns": ["prompt", "completion", "reward"], "data": [["1+1", "2|3\n<b>", 0.5], ["2", "", 1.0]]}
+    assert runs[0].rows == [{"version": 4, "rollouts": table}]
+
+
 def test_the_real_one_takes_what_it_is_given(tmp_path, monkeypatch) -> None:
     import wandb
 
@@ -86,6 +95,8 @@ def test_the_real_one_takes_what_it_is_given(tmp_path, monkeypatch) -> None:
         assert (run.project, run.name, run.config["train"]) == ("mine", "seed0", {"batch": 8})
         sink.write(3, {"reward": 0.5})
         assert run.summary["reward"] == 0.5 and run.summary["version"] == 3
+        sink.write_table(3, ROWS)
+        assert run.summary["rollouts"]["nrows"] == 2
         sink.close()
     finally:
         wandb.teardown()

@@ -183,9 +183,10 @@ def test_a_column_that_the_reward_takes_and_some_tasks_lack(recipe) -> None:
     assert f"takes 'answer', which row 6 of {recipe.folder}/tasks.jsonl does not have" in finding.what
 
 
-def test_a_warm_up_without_answers(recipe) -> None:
+def test_sft_without_answers(recipe) -> None:
     recipe.write(tasks=[{"prompt": "?"}], reward="def reward(completion):\n    return len(completion) / 10\n")
-    assert "set warmup.steps = 0" in only(recipe.examine(warmup__steps=3), "problem").fix
+    found = only(recipe.examine(sft__steps=3), "problem")
+    assert "no 'completion' or 'answer' to learn from" in found.what and "leave [sft] out" in found.fix
 
 
 # The reward

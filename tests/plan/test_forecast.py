@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers import small_run
@@ -15,9 +17,11 @@ from headrace.launch.build import check_engine
 from headrace.launch.forecast import forecast_memory, longest_prompt, max_kv_blocks, tokens_per_pass
 from headrace.launch.inputs import UserInputs, held_out_tasks
 from headrace.launch.launcher import Launch, Launcher
+from headrace.lora import LoraSettings
+from headrace.model import adapter_shapes, load_config
 from headrace.model.shape import ModelShape
 from headrace.plan import capacity_checks as capacity, inputs_checks as inputs, model_checks as model
-from headrace.plan.doctor import Subject
+from headrace.plan.doctor import Finding, Subject
 from headrace.settings import ConfigError
 from headrace.staleness.gate import gate_depth
 
@@ -63,7 +67,7 @@ def test_a_pass_is_as_large_as_the_settings_let_it_be() -> None:
 
 def test_prompts_that_cannot_be_encoded_are_passed_over() -> None:
     class Encoder:
-        def encode(self, prompt):
+        def encode(self, prompt, variables=None):
             return [0] * {"a": 3, "b": 5}[prompt]
 
     rows = [{"prompt": "a"}, {"prompt": "broken"}, {"prompt": "b"}]
@@ -173,6 +177,35 @@ def test_a_reference_is_counted() -> None:
 
     plain, asked = of(), of(**{"train.kl": 0.1})
     assert asked.total - plain.total == plain.weights
+
+
+def test_an_adapter_is_all_that_is_published_saved_and_staged_and_is_its_own_reference(tiny_model, monkeypatch) -> None:
+    shape = ModelShape.of(load_config(str(tiny_model)))
+    free(monkeypatch, 10e9)
+
+    def of(**settings):
+        given = {"device": "cpu", "model.path": str(tiny_model), "orchestrate": "local", "lora.rank": 4, **settings}
+        return forecast_memory(make_recipe(given), shape, context=64, longest_prompt=32)
+
+    adapted, whole, asked = of(), of(**{"lora.rank": 0}), of(**{"train.kl": 0.1})
+    shapes = adapter_shapes(make_recipe({"model.path": str(tiny_model)}).model, LoraSettings(rank=4))
+    size = 4 * sum(math.prod(each) for each in shapes.values())
+    assert asked.trainer == adapted.trainer, "the reference is the policy with its adapter off"
+    assert adapted.engine.staging == size and adapted.engine.weights == whole.engine.weights + size
+    assert adapted.trainer.publishing == adapted.published.trainer == whole.published.trainer * size // whole.engine.weights
+    assert of(**{"train.kl": 0.1, "train.reference": str(tiny_model)}).trainer.references == asked.trainer.weights
+
+
+def test_the_doctor_counts_an_adapter_and_refuses_an_unknown_target(tiny_model) -> None:
+    def told(**settings) -> tuple[list[Finding], Subject]:
+        given = Subject(recipe=make_recipe({"model.path": str(tiny_model), "lora.rank": 4, **settings}))
+        return list(model.check_model(given)), given
+
+    (_, adapter), checked = told()
+    assert adapter.level == "ok" and "million parameters are trained, " in adapter.what and "rank 4 on" in adapter.what
+    assert 0 < checked.published_bytes == 4 * checked.adapter < checked.weight_bytes
+    (_, unknown), _ = told(**{"lora.targets": ["qproj"]})
+    assert unknown.level == "problem" and "lora.targets = 'qproj'" in unknown.what and "q_proj" in unknown.what
 
 
 def test_in_one_process_both_roles_are_one_figure(monkeypatch) -> None:

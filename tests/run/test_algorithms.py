@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from helpers import small_run
+from helpers import same_weights, small_run
+from safetensors.torch import load_file
+from test_runs import books_close, run_and_kill
 
 from headrace.envs import SingleTurn
+from headrace.records import FinishReason
 from headrace.settings import ConfigError
 from headrace.trainer import DeviceTrainer
+from headrace.trainer.saving import REFERENCE_FILE
 
 if TYPE_CHECKING:
     from headrace.records import Array, Batch, Episode
@@ -91,3 +95,121 @@ def test_step_rewards_that_nothing_would_look_at_are_refused_at_the_first(tmp_pa
     with pytest.raises(ConfigError, match=pattern):
         small_run(tmp_path / "refused", steps=1, held_out=None, environment=Stepwise())
     small_run(tmp_path / "run", steps=1, held_out=None, environment=Stepwise(), train={"advantage": "gae", "loss": "ppo"})
+
+
+ADAPTING = {
+    **{"mini_batches": 2, "epochs": 2, "kl": 0.1, "kl_target": 0.001, "kl_horizon": 16, "reference_every": 2},
+    **{"reference_mix": 0.5, "entropy": 0.01, "entropy_target": 9.0, "entropy_quantile": 0.5},
+}
+
+
+def test_all_that_adapts_is_resumed_to_the_bit(tmp_path, monkeypatch) -> None:
+    """Killed after version 3, with the checkpoint of version 2: epochs, adapted weights, a reference mixed at 2 and 4."""
+    settings = {"exact": True, "steps": 4, "held_out": None, "checkpoint": {"every": 2}, "train": ADAPTING}
+    settings["staleness"] = {"max_lag": 1, "correct": "tis"}
+    whole = small_run(tmp_path / "whole", **settings)
+    run_and_kill(tmp_path / "killed", monkeypatch, at=3, **settings)
+    small_run(tmp_path / "killed", **settings)
+    for step in (2, 4):
+        ours, theirs = (tmp_path / name / "checkpoints" / f"step-{step}" for name in ("whole", "killed"))
+        assert same_weights(ours, theirs)
+        left, right = (load_file(folder / REFERENCE_FILE) for folder in (ours, theirs))
+        assert left.keys() == right.keys() and all(left[name].equal(right[name]) for name in left)
+    found = rows(tmp_path / "whole")
+    names = ("train/kl_weight", "train/entropy_weight", "train/reference_version", "train/loss")
+    assert [[row[name] for name in names] for row in found] == [
+        [row[name] for name in names] for row in rows(tmp_path / "killed")
+    ]
+    assert [row["train/reference_version"] for row in found] == [0, 0, 2, 2]
+    assert [row["train/entropy_weight"] for row in found] == pytest.approx([0.01 + 0.005 * step for step in range(4)])
+    assert len({row["train/kl_weight"] for row in found}) == 4 and found[0]["train/kl_weight"] == 0.1
+    assert all(row["train/masked"] >= 0.4 for row in found), "half of the tokens have no loss"
+    assert whole.summary["accounting"]["trained"] == 4 * 16, "each rollout once, however many epochs"
+    assert whole.summary["tokens"]["trained"] == sum(round(16 * row["completions/mean_length"]) for row in found)
+
+
+def test_every_epoch_takes_its_ratios_against_the_start_of_the_version(tmp_path, monkeypatch) -> None:
+    asked, trained = [], []
+    forward, backward = DeviceTrainer.forward, DeviceTrainer.forward_backward
+
+    def counting(self: DeviceTrainer, batch: Batch, *, column: str = "proximal") -> list[Array]:
+        asked.append(column)
+        return forward(self, batch, column=column)
+
+    def keeping(self: DeviceTrainer, batch: Batch) -> dict[str, float]:
+        trained.append(batch)
+        return backward(self, batch)
+
+    monkeypatch.setattr(DeviceTrainer, "forward", counting)
+    monkeypatch.setattr(DeviceTrainer, "forward_backward", keeping)
+    train = {"loss": "decoupled_ppo", "epochs": 3, "kl": 0.1, "schedule": "linear", "learning_rate": 0.02}
+    result = small_run(tmp_path / "run", steps=2, held_out=None, train=train)
+    assert result.summary["version"] == 2 and len(trained) == 6 and asked.count("reference") == 2
+    for first in (0, 3):
+        proximal = [[rollout.columns["proximal"] for rollout in batch.rollouts] for batch in trained[first : first + 3]]
+        assert all(ours is theirs for other in proximal[1:] for ours, theirs in zip(proximal[0], other, strict=True))
+    found = rows(tmp_path / "run")
+    assert [row["train/learning_rate"] for row in found] == pytest.approx([0.02, 0.01]), "by versions"
+    assert all(row["train/clipped"] > 0 for row in found), "later epochs have moved away"
+
+
+def test_a_reference_that_cannot_take_the_policys_weights_is_refused(tmp_path, tiny_model) -> None:
+    train = {"kl": 0.1, "reference_every": 2, "reference": tiny_model}
+    with pytest.raises(ConfigError, match=r"train.reference_every = 2: train.reference = .* has another shape than the model"):
+        small_run(tmp_path / "run", train=train)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_a_trainer_in_its_own_process_adapts_as_one_in_line_does(tmp_path) -> None:
+    settings = {"exact": True, "steps": 4, "held_out": None, "staleness": {"max_lag": 0}, "train": ADAPTING}
+    inline = small_run(tmp_path / "inline", **settings)
+    local = small_run(tmp_path / "local", **settings, orchestrate="local", engine={"slots": 8})
+    assert local.summary["status"] == "finished"
+    assert books_close(local.summary)
+    assert same_weights(inline.folder / "checkpoints" / "step-4", local.folder / "checkpoints" / "step-4")
+    left, right = (load_file(run.folder / "checkpoints" / "step-4" / REFERENCE_FILE) for run in (inline, local))
+    assert all(left[name].equal(right[name]) for name in left)
+    ours, theirs = ([row["train/kl_weight"] for row in rows(run.folder)] for run in (inline, local))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_rewards_by_name_reach_the_advantages_and_a_batch_cut_off_everywhere_trains_nothing(
+    tmp_path, monkeypatch, is_masked: bool
+) -> None:
+    trained: list[Batch] = []
+    backward = DeviceTrainer.forward_backward
+
+    def forward_backward(self: DeviceTrainer, batch: Batch) -> dict[str, float]:
+        trained.append(batch)
+        return backward(self, batch)
+
+    def odd(completion: str) -> float:
+        return 100.0 * (len(completion) % 2)
+
+    def early(completion: str) -> float:
+        return float(sum(map(ord, completion)) % 3)
+
+    monkeypatch.setattr(DeviceTrainer, "forward_backward", forward_backward)
+    train = {"normalize_each_reward": True, "advantage": "global", "mask_truncated": is_masked}
+    sampling = {"max_tokens": 1}  # so that nearly all end there
+    run = small_run(
+        tmp_path / "run", steps=1, held_out=None, reward=[odd, early], reward_weights=[2.0, 1.0], train=train, sampling=sampling
+    )
+    (batch,) = trained
+    assert run.summary["accounting"]["trained"] == len(batch.rollouts) == 16
+    assert {"odd", "early"} <= batch.rollouts[0].rewards.keys()
+    is_cut = [rollout.finish_reason is FinishReason.LENGTH for rollout in batch.rollouts]
+    assert sum(is_cut) > 8
+    assert [not rollout.loss_mask.any() for rollout in batch.rollouts] == [is_masked and cut for cut in is_cut]
+    size = len(batch.rollouts) // len({rollout.group for rollout in batch.rollouts})
+    summed = []
+    for start in range(0, 16, size):
+        parts = [rollout.rewards for rollout in batch.rollouts[start : start + size]]
+        each = {name: np.array([part[name] for part in parts]) for name in ("odd", "early")}
+        scaled = {name: (v - v.mean()) / v.std() if v.std() else np.zeros(size) for name, v in each.items()}
+        summed += (2 * scaled["odd"] + scaled["early"]).tolist()
+    expected = (np.array(summed) - np.mean(summed)) / (np.std(summed) or 1)
+    for rollout, values, wanted in zip(batch.rollouts, batch.advantages, expected, strict=True):
+        np.testing.assert_allclose(values, np.where(rollout.loss_mask, wanted, 0), atol=1e-5)

@@ -11,12 +11,14 @@ from hypothesis import given, settings, strategies as st
 from strategies import batches, quick, rollouts
 
 from headrace.algorithms import advantages, gae, token_rewards
+from headrace.algorithms.losses import needs
 from headrace.bench.stubs import answer
 from headrace.buffer import Group
 from headrace.config import make_recipe
-from headrace.records import Batch, Episode, Scored
-from headrace.run.batches import columns_first, make_batches, with_column, with_token_advantages
+from headrace.records import Batch, Episode, FinishReason, Rollout, Scored
+from headrace.run.batches import TermWeights, adapt_weights, columns_first, make_batches, term_metrics, with_column
 from headrace.run.session import fewer_gc_pauses
+from headrace.settings import ConfigError
 from headrace.staleness import too_old
 from headrace.sync import Lineage
 
@@ -39,7 +41,11 @@ def ids(group: Group) -> list[str]:
     return [episode.id for episode in group.episodes]
 
 
-@pytest.mark.parametrize("mean", ["token", "sequence", "constant"])
+def members(groups: list[Group]) -> list[Rollout]:
+    return [rollout for group in groups for episode in group.episodes for rollout in episode.rollouts]
+
+
+@pytest.mark.parametrize("mean", ["token", "sequence", "sum", "constant"])
 def test_a_batch_is_the_one_a_loop_makes(mean: str) -> None:
     @given(groups())
     @settings(parent=quick, max_examples=40)
@@ -48,7 +54,8 @@ def test_a_batch_is_the_one_a_loop_makes(mean: str) -> None:
         (batch,) = make_batches(made, recipe, version=3)
         values, members = [], []
         for group in made:
-            of_group = advantages([episode.reward for episode in group.episodes], kind="group")
+            rewards = [episode.reward for episode in group.episodes]
+            of_group = advantages(rewards, rewards, baseline="group", scale="group")
             for episode, value in zip(group.episodes, of_group, strict=True):
                 members += episode.rollouts
                 values += [value] * len(episode.rollouts)
@@ -56,6 +63,7 @@ def test_a_batch_is_the_one_a_loop_makes(mean: str) -> None:
         scales = {
             "token": [1 / max(sum(counts), 1)] * len(counts),
             "sequence": [1 / (len(members) * max(count, 1)) for count in counts],
+            "sum": [1 / max(len(members), 1)] * len(counts),
             "constant": [1 / (recipe.train.batch * recipe.sampling.max_tokens)] * len(counts),
         }[mean]
         assert batch == Batch(
@@ -142,14 +150,12 @@ def test_gae_is_made_of_the_trainers_values_and_scaled_over_the_version(parts: i
     made = answered(3, rewards=[1.0, 0.5, 2.0])
     train = {"advantage": "gae", "loss": "ppo", "mini_batches": parts, "batch": 6, "group_size": 2, "kl": 0.1}
     recipe = make_recipe({"train": {**train, "discount": 0.9, "gae_lambda": 0.8, "kl_in_reward": in_reward}})
-    batches_made = make_batches(made, recipe, version=3)
-    assert columns_first(batches_made, recipe) == ["values", *(["reference"] if in_reward else [])]
+    assert columns_first(made, recipe) == ["values", *(["reference"] if in_reward else [])]
     random = np.random.default_rng(0)
     drawn = {id: random.normal(size=(2, 20)).astype(np.float32) for group in made for id in ids(group)}
-    for place, name in enumerate(columns_first(batches_made, recipe)):
-        values = [[np.where(r.loss_mask, drawn[r.id][place][: len(r)], 0) for r in batch.rollouts] for batch in batches_made]
-        batches_made = [with_column(batch, name, of) for batch, of in zip(batches_made, values, strict=True)]
-    assert columns_first(batches_made, recipe) == []
+    for place, name in enumerate(columns_first(made, recipe)):
+        made = with_column(made, name, [np.where(r.loss_mask, drawn[r.id][place][: len(r)], 0) for r in members(made)])
+    assert columns_first(made, recipe) == []
     expected, returns = {}, {}
     for group in made:
         for episode in group.episodes:
@@ -160,7 +166,7 @@ def test_gae_is_made_of_the_trainers_values_and_scaled_over_the_version(parts: i
                 rewards = rewards - 0.1 * (rollout.logprobs[10:] - reference)
             expected[rollout.id], returns[rollout.id] = gae(rewards, values, discount=0.9, trace=0.8)
     every = np.concatenate(list(expected.values()))
-    for batch in with_token_advantages(batches_made, recipe):
+    for batch in make_batches(made, recipe, version=3):
         assert (batch.kl, batch.kl_weight) == (("none", 0.0) if in_reward else ("k3", 0.1))
         for rollout, values in zip(batch.rollouts, batch.advantages, strict=True):
             assert not values[:10].any()
@@ -172,11 +178,170 @@ def test_gae_is_made_of_the_trainers_values_and_scaled_over_the_version(parts: i
 def test_distillation_as_a_reward_is_how_much_likelier_the_teacher_finds_it() -> None:
     made = answered(3, rewards=[1.0])
     recipe = make_recipe({"train": {"advantage": "distill", "teacher": "t", "batch": 2, "group_size": 2}})
-    (batch,) = make_batches(made, recipe, version=3)
-    assert columns_first([batch], recipe) == ["teacher"]
-    (batch,) = with_token_advantages([with_column(batch, "teacher", [np.full(len(r), -0.2) for r in batch.rollouts])], recipe)
+    assert columns_first(made, recipe) == ["teacher"]
+    (batch,) = make_batches(with_column(made, "teacher", [np.full(len(r), -0.2) for r in members(made)]), recipe, version=3)
     for rollout, values in zip(batch.rollouts, batch.advantages, strict=True):
         np.testing.assert_allclose(values, np.where(rollout.loss_mask, -0.2 + 0.5, 0), atol=1e-6)
+
+
+def group_of(*rewards: float) -> Group:
+    """Equal completions, of which the first was truncated."""
+    episodes = []
+    for index, reward in enumerate(rewards):
+        rollout, reason = answer(0), FinishReason.STOP if index else FinishReason.LENGTH
+        calls = (dataclasses.replace(rollout.calls[0], finish_reason=reason),)
+        rollout = rollout.replace(id=f"g0/{index}", group="g0", calls=calls, finish_reason=reason)
+        episodes.append(Episode(id=rollout.id, group="g0", task={}, rollouts=(rollout,), outcome=Scored(reward)))
+    return Group(number=0, episodes=tuple(episodes))
+
+
+@pytest.mark.parametrize("mean", ["token", "sequence", "sum"])
+def test_a_truncated_completion_gives_no_loss_and_still_counts_for_its_siblings(mean: str) -> None:
+    """As with TRL's mask_truncated_completions: its reward stays in the group's mean and std, its tokens leave the loss and the
+    count of tokens, and the mean over rollouts still counts it."""
+    made = [group_of(3.0, 0.0, 0.0)]
+    cut = members(made)[0]
+    batches_made = []
+    for is_masked in (False, True):
+        train = {"mask_truncated": is_masked, "loss_mean": mean, "batch": 3, "group_size": 3}
+        batches_made += make_batches(made, make_recipe({"train": train}), version=3)
+    free, masked = batches_made
+    assert masked.rollouts[0].id == cut.id and not masked.rollouts[0].loss_mask.any()
+    assert not masked.weights[0].any() and not masked.advantages[0].any()
+    for before, after in zip(free.advantages[1:], masked.advantages[1:], strict=True):
+        np.testing.assert_array_equal(before, after)
+        assert after.any()
+    expected = {"token": 1 / 20, "sequence": 1 / 30, "sum": 1 / 3}[mean]
+    assert {float(weight) for weight in np.unique(masked.weights[1])} == {0.0, np.float32(expected)}
+    assert members(made)[0] is cut, "what is kept and shown is whole"
+
+
+@pytest.mark.parametrize("kind", ["group", "leave_one_out", "global", "gae"])
+def test_a_truncated_completion_counts_with_its_kl(kind: str) -> None:
+    """The reference is one nat below what sampled each token, so all completions have the same KL in their rewards."""
+    made = with_column([group_of(3.0, 0.0, 1.0)], "reference", [np.full(len(answer(0)), -1.5, dtype=np.float32)] * 3)
+    made = with_column(made, "values", [np.zeros(len(answer(0)), dtype=np.float32)] * 3)
+    made = with_column(made, "entropy", [np.full(len(answer(0)), entropy) for entropy in (9.0, 1.0, 1.0)])
+    train = {"advantage": kind, "scale_rewards": "none", "kl": 0.1, "kl_in_reward": True, "batch": 3, "group_size": 3}
+    train |= {"entropy_quantile": 0.2, "loss": "ppo" if kind == "gae" else "grpo"}
+    free, masked = (
+        make_batches(made, make_recipe({"train": {**train, "mask_truncated": is_masked}}), version=3)[0]
+        for is_masked in (False, True)
+    )
+    assert not masked.advantages[0].any() and not masked.weights[0].any()
+    for before, after in zip(free.advantages[1:], masked.advantages[1:], strict=True):
+        np.testing.assert_array_equal(before, after)
+    if kind == "group":
+        assert [float(values.min()) for values in masked.advantages] == pytest.approx([0, -4 / 3, -1 / 3])
+    assert (free.entropy_floor, masked.entropy_floor) == (9.0, 1.0), "of trained tokens alone"
+
+
+def test_rewards_normalised_one_by_one_are_weighted_by_their_functions() -> None:
+    rewards = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 9.0}, {"right": 0.0, "short": 0.0}]
+    episodes = []
+    for index, parts in enumerate(rewards):
+        rollout = answer(0).replace(id=f"r{index}", group="g0", rewards=parts)
+        outcome = Scored(parts["right"] + 0.5 * parts["short"])
+        episodes.append(Episode(id=rollout.id, group="g0", task={}, rollouts=(rollout,), outcome=outcome))
+    train = {"normalize_each_reward": True, "advantage": "global", "batch": 3, "group_size": 3}
+    recipe = make_recipe({"train": train})
+    weights = {"right": 1.0, "short": 0.5}
+    (batch,) = make_batches([Group(number=0, episodes=tuple(episodes))], recipe, version=3, reward_weights=weights)
+    summed = np.array([2 - 0.5, -1 + 1, -1 - 0.5]) / np.sqrt(2)
+    expected = (summed - summed.mean()) / summed.std()
+    np.testing.assert_allclose([values.max() + values.min() for values in batch.advantages], expected, rtol=1e-5)
+    bare = dataclasses.replace(episodes[0], rollouts=(answer(0).replace(group="g0"),))
+    with pytest.raises(ConfigError, match=r"train.normalize_each_reward = true: episode 'r0' has no rewards by name"):
+        make_batches([Group(number=0, episodes=(bare, *episodes[1:]))], recipe, version=3)
+
+
+@pytest.mark.parametrize(("kind", "is_per_token"), [("group", False), ("leave_one_out", False), ("global", True)])
+def test_a_kl_in_the_reward_comes_before_the_baseline(kind: str, is_per_token: bool) -> None:
+    """Of the whole episode for each of its tokens, or of each token and those after it (REINFORCE++)."""
+    made = answered(3, rewards=[1.0, 0.5, 2.0])
+    recipe = make_recipe({"train": {"advantage": kind, "batch": 6, "group_size": 2, "kl": 0.1, "kl_in_reward": True}})
+    assert columns_first(made, recipe) == ["reference"]
+    random = np.random.default_rng(0)
+    made = with_column(made, "reference", [np.where(r.loss_mask, random.normal(size=len(r)), 0) for r in members(made)])
+    (batch,) = make_batches(made, recipe, version=3, weights=TermWeights(kl=0.3, entropy=0.0))
+    assert (batch.kl, batch.kl_weight) == ("none", 0.0), "not in the loss too"
+    to_come, rewards = {}, {}
+    for episode in (episode for group in made for episode in group.episodes):
+        (rollout,) = episode.rollouts
+        costs = 0.3 * (rollout.logprobs - rollout.columns["reference"])[10:].astype(float)
+        to_come[rollout.id] = episode.reward - np.cumsum(costs[::-1])[::-1]
+        rewards[rollout.id] = episode.reward - costs.sum()
+    every = np.concatenate(list(to_come.values()))
+    for rollout, values in zip(batch.rollouts, batch.advantages, strict=True):
+        group = next(group for group in made if rollout.id in ids(group))
+        of_siblings = [rewards[id] for id in ids(group)]
+        scale = recipe.train.scale
+        of_group = advantages(of_siblings, every, baseline=kind, scale=scale)
+        wanted = (to_come[rollout.id] - every.mean()) / every.std() if is_per_token else of_group[ids(group).index(rollout.id)]
+        np.testing.assert_allclose(values[10:], np.broadcast_to(wanted, len(rollout) - 10), rtol=1e-4, atol=1e-5)
+        assert not values[:10].any()
+
+
+def test_weights_follow_what_was_sampled() -> None:
+    """−log μ of every token is 0.5 in these rollouts, and the reference's logprobs are 0.2 below."""
+    made = answered(3, rewards=[1.0, 0.5])
+    made = with_column(made, "reference", [np.where(r.loss_mask, -0.7, 0) for r in members(made)])
+    now = TermWeights(kl=0.1, entropy=0.02)
+
+    def adapted(**train) -> tuple[TermWeights, TermWeights]:
+        recipe = make_recipe({"train": {"batch": 4, "group_size": 2, "kl": 0.1, "entropy": 0.02, "kl_horizon": 8, **train}})
+        return adapt_weights(made, recipe, now)
+
+    assert adapted() == (now, now)
+    for target, factor in ((0.02, 1.2), (0.19, 1 + 1 / 19), (0.4, 0.8)):
+        used, following = adapted(kl_target=target)
+        assert used == now and following.kl == pytest.approx(0.1 * (1 + (factor - 1) * 4 / 8))
+    assert adapted(entropy_target=0.6) == (now, now._replace(entropy=pytest.approx(0.025)))
+    assert adapted(entropy_target=0.4) == (now._replace(entropy=0.0), now._replace(entropy=pytest.approx(0.015)))
+    assert adapted(entropy_target=0.4, entropy_step=0.5)[1].entropy == 0.0
+    for in_reward in (True, False):  # in the loss, it is the trainer that reports the KL
+        recipe = make_recipe({"train": {"kl": 0.1, "kl_in_reward": in_reward}})
+        expected = {"train/kl_weight": 0.1} | ({"train/reference_kl": pytest.approx(0.2)} if in_reward else {})
+        assert term_metrics(made, now, recipe, version=3) == expected
+
+
+def test_the_tokens_of_highest_entropy_over_the_version_have_a_loss() -> None:
+    made = answered(3, rewards=[1.0, 0.5, 2.0])
+    train = {"batch": 6, "group_size": 2, "mini_batches": 2, "entropy_quantile": 0.25, "entropy": 0.01}
+    recipe = make_recipe({"train": train})
+    assert columns_first(made, recipe) == ["entropy"]
+    random = np.random.default_rng(0)
+    made = with_column(made, "entropy", [np.where(r.loss_mask, random.uniform(size=len(r)), 0) for r in members(made)])
+    floors = {batch.entropy_floor for batch in make_batches(made, recipe, version=3)}
+    every = np.sort(np.concatenate([r.columns["entropy"][r.loss_mask] for r in members(made)]))
+    assert len(floors) == 1 and np.count_nonzero(every >= floors.pop()) == pytest.approx(len(every) / 4, abs=1)
+
+
+def test_every_epoch_trains_each_group_once_in_other_mini_batches() -> None:
+    made = answered(3, rewards=[1.0, 0.5, 0.0, -2.0, 4.0, 3.0])
+    train = {"batch": 12, "group_size": 2, "mini_batches": 3, "epochs": 3, "kl": 0.1, "reference_every": 2}
+    steps = make_batches(made, make_recipe({"train": {**train, "reference_mix": 0.6}}), version=3)
+    assert len(steps) == 9 and [batch.reference_mix for batch in steps] == [0.0] * 8 + [0.6]
+    first = make_batches(made, make_recipe({"train": {**train, "epochs": 1, "reference_every": 0}}), version=3)
+    assert steps[:3] == first
+    by_id = {r.id: values for batch in first for r, values in zip(batch.rollouts, batch.advantages, strict=True)}
+    parts = [[frozenset(r.group for r in batch.rollouts) for batch in steps[at : at + 3]] for at in (0, 3, 6)]
+    assert parts[0] != parts[1] != parts[2] != parts[0]
+    for epoch in parts:
+        assert frozenset.union(*epoch) == {group.episodes[0].group for group in made} and sum(map(len, epoch)) == 6
+    for batch in steps:
+        assert sum(float(weights.sum()) for weights in batch.weights) == pytest.approx(1.0)
+        for rollout, values in zip(batch.rollouts, batch.advantages, strict=True):
+            np.testing.assert_array_equal(values, by_id[rollout.id])
+    assert steps == make_batches(made, make_recipe({"train": {**train, "reference_mix": 0.6}}), version=3)
+    other = make_batches(made, make_recipe({"seed": 1, "train": train}), version=4)
+    assert other[-1].reference_mix == 0.0 and [b.rollouts for b in other[3:]] != [b.rollouts for b in steps[3:]]
+
+
+@needs("entropy")
+def of_entropy(tokens):
+    """A user's loss."""
+    return tokens.columns["entropy"] * tokens.logprobs, {}
 
 
 @pytest.mark.parametrize(
@@ -187,6 +352,7 @@ def test_distillation_as_a_reward_is_how_much_likelier_the_teacher_finds_it() ->
         ({"staleness.correct": "tis"}, ["proximal"]),
         ({"train.loss": "m2po"}, ["proximal"]),
         ({"train.kl": 0.1}, []),
+        ({"train.loss": f"{__name__}:of_entropy"}, ["entropy"]),
     ],
 )
 def test_the_policy_is_fixed_before_several_steps_where_it_is_looked_at(settings: dict, wanted: list[str]) -> None:
@@ -194,7 +360,9 @@ def test_the_policy_is_fixed_before_several_steps_where_it_is_looked_at(settings
     made = answered(3, rewards=[1.0, 0.5])
     for parts, columns_wanted in ((1, []), (2, wanted)):
         recipe = make_recipe({**common, **settings, "train.mini_batches": parts})
-        assert columns_first(make_batches(made, recipe, version=3), recipe) == columns_wanted
+        assert columns_first(made, recipe) == columns_wanted
+    recipe = make_recipe({**common, **settings, "train.epochs": 2})
+    assert columns_first(made, recipe) == (["reference"] if "train.kl" in settings else wanted), "each once for all epochs"
 
 
 def test_gspo_counts_every_rollout_the_same_unasked() -> None:

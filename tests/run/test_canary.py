@@ -18,8 +18,8 @@ def spoil(monkeypatch, *, at: int, by: float) -> None:
     """One tensor of the engine's is off after the exchange of one version, as by a faulty kernel or a stale cache."""
     swap = NativeEngine._swap
 
-    def swapped(self, update) -> None:
-        swap(self, update)
+    def swapped(self, update, interrupt) -> None:
+        swap(self, update, interrupt)
         if update.version == at:
             with torch.no_grad():
                 next(tensor for _, tensor in named_tensors(self.core.model) if tensor.ndim == 2).mul_(by)

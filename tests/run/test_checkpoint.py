@@ -217,7 +217,7 @@ def test_the_event_loop_runs_and_the_watchdog_is_quiet_while_the_disk_is_slow(tm
     def slow(descriptor: int) -> None:
         before = len(resets)
         with reset:
-            assert reset.wait_for(lambda: len(resets) >= before + 2, timeout=10), "the event loop is blocked"
+            assert reset.wait_for(lambda: len(resets) >= before + 2, timeout=60), "the event loop is blocked"
         fsync(descriptor)
 
     async def main() -> Path:
@@ -233,7 +233,7 @@ def test_the_event_loop_runs_and_the_watchdog_is_quiet_while_the_disk_is_slow(tm
 def test_what_is_waiting_is_written_frame_by_frame_and_as_it_was(run: Store, monkeypatch) -> None:
     rollouts = [answer(number).replace(group="g", episode=str(number)) for number in range(5)]
     episodes = [Episode(id=rollout.episode, group="g", task={}, rollouts=(rollout,)) for rollout in rollouts[:4]]
-    groups = [Group(number=number, episodes=(episodes[number],)) for number in range(3)]
+    groups = [Group(number, (episodes[number],), source="mine", index=7 + number) for number in range(3)]
     entries = [{"number": 3, "episodes": [episodes[3]], "rollouts": lambda: rollouts[4:]}]
     encoded: list[int] = []
     really = frames.make_frame
@@ -251,7 +251,10 @@ def test_what_is_waiting_is_written_frame_by_frame_and_as_it_was(run: Store, mon
     assert encoded == [0, 1, 2, 3]
     found = run.store.latest(warn=run.said.append)
     assert found is not None
-    assert [group.number for group in found.buffered()] == [0, 1, 2] and found.in_flight()[0]["number"] == 3
+    assert [(group.number, group.source, group.index) for group in found.buffered()] == [
+        (0, "mine", 7), (1, "mine", 8), (2, "mine", 9),
+    ]  # fmt: skip
+    assert found.in_flight()[0]["number"] == 3
 
 
 def test_rollouts_in_a_format_of_another_version_are_refused_with_the_way_on(run: Store, monkeypatch) -> None:

@@ -154,7 +154,7 @@ def test_groups_that_are_all_tied_are_said_once_until_that_changes(tmp_path, cap
     said = [line for line in capsys.readouterr().out.splitlines() if "groups are tied" in line]
     assert [line.split(":")[0] for line in said] == ["version 1", "version 4"] and "is the reward a constant" in said[0]
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["tied_groups"] for row in rows] == [4, 4, 0, 4]
+    assert [row["tied"] for row in rows] == [1, 1, 0, 1]
 
 
 def test_sys_exit_in_an_environment_fails_its_episode(tmp_path):
@@ -266,7 +266,7 @@ def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number):
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     for line in child.stdout:
-        if line.startswith("step 3 "):
+        if line.startswith("step 3/"):
             child.send_signal(number)
             break
     rest = child.stdout.read()
@@ -297,7 +297,7 @@ def test_a_killed_process_loses_no_checkpoint(tmp_path):
         child.wait()
         steps = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
         assert steps and weights(steps[-1])
-        assert int(steps[-1].name[5:]) >= int(last.split()[1]) - 1
+        assert int(steps[-1].name[5:]) >= int(last.split()[1].partition("/")[0]) - 1
 
 
 def test_a_loss_that_fails_leaves_a_checkpoint_that_resumes(tmp_path):
@@ -447,9 +447,9 @@ def test_an_episode_that_takes_too_long_is_run_again_then_counted(tmp_path):
                 await asyncio.Event().wait()
             return await super().run(task, client)
 
-    result = small_run(tmp_path / "run", environment=Hangs(), held_out=None, steps=4, episode={"timeout": 0.3})
+    result = small_run(tmp_path / "run", environment=Hangs(), held_out=None, steps=4, episode={"timeout": 1.0})
     assert counts(result)["failed"] > 0 and counts(result)["trained"] == 4 * 16
-    assert any("took longer than episode.timeout = 0.3 s" in reason for reason in result.summary["dropped_because"])
+    assert any("took longer than episode.timeout = 1 s" in reason for reason in result.summary["dropped_because"])
 
 
 def test_environments_that_do_not_end_hold_up_no_run_and_are_named_once(tmp_path, monkeypatch, capsys):
@@ -497,7 +497,7 @@ def test_a_run_inside_an_event_loop_can_be_stopped(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     for line in child.stdout:
-        if line.startswith("step 3 "):
+        if line.startswith("step 3/"):
             child.send_signal(signal.SIGINT)
             break
     rest = child.stdout.read()

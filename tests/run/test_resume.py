@@ -127,7 +127,7 @@ RESUMES: dict[str, tuple[Callable[[], None] | None, dict[str, Any], list[str]]] 
         None, {"train__micro_batch_tokens": 64}, ["train.micro_batch_tokens was 16384, is 64"],
     ),
     "`threads`, `device`": (None, {"threads": 2, "device": "cpu"}, ["device was 'auto', is 'cpu', threads was 1, is 2"]),
-    "`evaluate.every`, `checkpoint.every`, `[observe]`": (
+    "`evaluate.every`, `evaluate.beside`, `checkpoint.every`, `[observe]`": (
         None,
         {"evaluate__every": 2, "checkpoint__every": 1, "observe__trace": False},
         ["checkpoint.every was 2, is 1, evaluate.every was 0, is 2", "observe.trace was True, is False"],

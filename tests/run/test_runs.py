@@ -165,6 +165,19 @@ def test_exact_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypa
         assert whole.summary["lag"]["mean"] > 0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["muon", "adamw_8bit"])
+def test_exact_resumes_bitwise_with_every_optimizer_and_groups_of_parameters(tmp_path, monkeypatch, optimizer):
+    train = {"optimizer": optimizer, "schedule": "wsd", "decay_steps": 2, "eps": 1e-6}
+    train["parameters"] = [{"match": "*.embed_tokens.*", "freeze": True}, {"match": "*.mlp.*", "learning_rate": 0.5}]
+    settings = {"exact": True, "steps": 4, "checkpoint": {"every": 2}, "train": train}
+    whole = small_run(tmp_path / "whole", **settings)
+    run_and_kill(tmp_path / "killed", monkeypatch, at=3, **settings)
+    resumed = small_run(tmp_path / "killed", **settings)
+    assert whole.summary["status"] == resumed.summary["status"] == "finished"
+    assert same_weights(*(tmp_path / name / "checkpoints" / "step-4" for name in ("whole", "killed")))
+
+
 def test_exact_mismatch_is_zero(tmp_path):
     result = small_run(tmp_path / "run", exact=True, steps=4, staleness={"max_lag": 0})
     assert [row["train/mismatch_max"] for row in read_metrics(result.folder / "metrics.jsonl")] == [0.0] * 4
@@ -217,15 +230,15 @@ def test_several_sources_and_rewards(tmp_path):
     assert 0.5 < both < 0.95 and result.summary["success_before"] is None
 
 
-def test_the_warm_up_is_cached(tmp_path, cache_folder, capsys):
+def test_the_model_that_sft_made_is_cached(tmp_path, cache_folder, capsys):
     settings = {
         "tasks": None, "held_out": None, "reward": None, "quiet": False, "steps": 2,
-        "warmup": {"steps": 10, "check_every": 5, "batch": 8},
+        "sft": {"steps": 10, "check_every": 5, "batch": 8, "until_success": 1.0},
     }  # fmt: skip
     recipe = tmp_path / "own.toml"
     recipe.write_text('[[tasks]]\nsource = "builtin:sort_digits"\n')
     small_run(tmp_path / "a", recipe=recipe, **settings)
-    assert "step 5:" in capsys.readouterr().out
+    assert "step 5 of 10: loss" in capsys.readouterr().out
     small_run(tmp_path / "b", recipe=recipe, **settings)
     assert "cached in" in capsys.readouterr().out
     assert not weights(tmp_path / "a" / "checkpoints" / "step-2").keys() ^ weights(tmp_path / "b/checkpoints/step-2").keys()

@@ -121,7 +121,8 @@ def make_session(folder: Path, *, later: int, **settings: Any) -> tuple[Session,
     return session, trainer
 
 
-def length(completion: str, **_: object) -> float:
+def length(completion: str, log_metric: Any, **_: object) -> float:
+    log_metric("sevens", 7)
     return float(len(completion))
 
 
@@ -144,6 +145,8 @@ def test_training_goes_on_while_checkpoints_are_written_in_order(tmp_path: Path)
     assert names(tmp_path / "rollouts") == [f"step-{version}.wire" for version in (2, 4, 6, 8)]
     summary = session.summary("finished", seconds={})
     assert summary["checkpoint"] == str(tmp_path / "checkpoints" / "step-8")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {row["logged/sevens"] for row in rows if "logged/sevens" in row} == {7.0}
 
 
 def test_a_checkpoint_shows_the_moment_when_it_was_begun(tmp_path: Path) -> None:
@@ -158,7 +161,11 @@ def test_a_checkpoint_shows_the_moment_when_it_was_begun(tmp_path: Path) -> None
     for version in (2, 4, 6):
         folder = tmp_path / "checkpoints" / f"step-{version}"
         session, _ = make_session(tmp_path, later=0)
-        asyncio.run(session.restore(Checkpoint(folder, json.loads((folder / MANIFEST).read_text()))))
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["progress"]["logged"] |= {"eights": [8.0, 1]}  # by rewards since the version, for the metrics of the next
+        asyncio.run(session.restore(Checkpoint(folder, manifest)))
+        session.progress.log({"eights": [16.0, 2], "nines": [9.0, 1]})
+        assert session.progress.logged["eights"] == [24.0, 3] and session.progress.logged["nines"] == [9.0, 1]
         session.policy.ledger.check()
         counts = session.policy.ledger.counts()
         assert counts["trained"] == version * 8 and counts["buffered"] + counts["in_flight"] > 0

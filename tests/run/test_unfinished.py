@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import small_run
+from helpers import TASKS, small_run
 from test_runs import books_close, run_and_kill
 
 from headrace.bench.stubs import answer
@@ -32,6 +32,7 @@ from headrace.run.in_flight import GroupInFlight, InFlightTable
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.run.state import Run
 from headrace.staleness.gate import gate_depth
+from headrace.tasks import Task
 from headrace.trainer.local import LocalTrainer
 
 LONG_TAIL = {
@@ -167,7 +168,7 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
 
     table = InFlightTable(Engine())  # type: ignore[arg-type]
     for number, name in enumerate(("young", "grown", "unknown", "scored", "invalid", "unscored", "failed", "resumed", "empty")):
-        table.add(GroupInFlight("policy", name, number, {}), size=2)
+        table.add(GroupInFlight("policy", name, number, Task({})), size=2)
     outcomes = {"scored/0": Scored(1.0), "scored/1": Invalid("no answer"), "invalid/0": Invalid("no answer")}
     for id, outcome in {**outcomes, "unscored/0": None, "failed/0": InfraAbort("")}.items():
         table.groups[id[:-2]].episodes[int(id[-1])].ended = episode(id, 3, outcome)
@@ -304,7 +305,8 @@ def test_what_is_half_drawn_goes_on_after_a_restart(tmp_path, monkeypatch, inter
     run_and_kill(folder, monkeypatch, at=5, **settings)
     groups = saved(folder, 3)
     manifest = json.loads((folder / "checkpoints" / "step-3" / "manifest.json").read_text())
-    assert {group["number"] for group in groups} == {number for number, _ in manifest["in_flight"]}
+    assert {group["number"] for group in groups} == {number for number, *_ in manifest["in_flight"]}
+    assert all(source == "tasks" and TASKS[index] == row for _, row, source, index in manifest["in_flight"])
     partials = {rollout.id: rollout for group in groups for rollout in group["rollouts"]}
     ended = [episode.id for group in groups for episode in group["episodes"]]
     assert len(partials) > 3 and ended and not partials.keys() & set(ended)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import sys
 
@@ -12,7 +13,8 @@ import pytest
 
 from headrace.records import Call, Episode, FinishReason, InfraAbort, Invalid, Rollout, Sampling, Scored, Source
 from headrace.score import RewardError, RewardFunction, RewardScorer, RewardSettings, RewardWorkers
-from headrace.score.rewards import Failure, Sample
+from headrace.score.rewards import Failure
+from headrace.score.signature import Sample
 
 
 def make_sample(completion: str = "done", prompt: object = "ask", **columns) -> Sample:
@@ -98,6 +100,20 @@ def test_a_message_that_the_prompt_began_is_moved_to_the_completion_in_the_batch
     sample = make_sample("ink", prompt=chat)
     assert results(lambda prompts, completions: [float((prompts, completions) == ([[asked]], [whole]))], [sample]) == [1.0]
     assert results(lambda prompt, completion: float((prompt, completion) == (chat, "ink")), [sample]) == [1.0]
+
+
+def test_a_partial_has_the_name_of_its_function() -> None:
+    def close(completion: str, by: float, scale: float) -> float:
+        return by * scale
+
+    reward = RewardFunction(functools.partial(functools.partial(close, by=2.0), scale=3.0))
+    assert reward.name == "close" and asyncio.run(reward.score([make_sample()], attempts=1)) == [6.0]
+
+
+def test_an_option_goes_before_a_column_of_its_name() -> None:
+    for function in (lambda completion, scale, **row: scale, lambda completions, scale, **columns: [scale]):
+        reward = RewardFunction(function, name="scaled", options={"scale": 3.0})
+        assert asyncio.run(reward.score([make_sample(scale=2.0)], attempts=1)) == [3.0]
 
 
 def test_only_names_it_takes_are_passed() -> None:
@@ -326,6 +342,40 @@ def test_a_reward_that_ignores_its_timeout_holds_up_nothing(monkeypatch, caplog)
     (result,) = asyncio.run(RewardFunction(stubborn).score([make_sample()], attempts=1, deadline=0.02))
     assert isinstance(result, Failure) and "no answer within reward.timeout = 0.02 s" in result.reason
     assert "reward 'stubborn' was cancelled" in caplog.text and "test_rewards.py:" in caplog.text
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_an_async_reward_that_is_late_is_not_called_again_for_the_rollout(is_batched: bool) -> None:
+    calls = []
+
+    async def late(completion) -> float:
+        calls.append(1)
+        await asyncio.sleep(60)
+        return 1.0
+
+    async def all_late(completions) -> list[float]:
+        calls.append(len(completions))
+        return [await late(each) for each in completions] if len(completions) > 1 else [1.0]
+
+    reward = RewardFunction(all_late if is_batched else late)
+    results = asyncio.run(reward.score([make_sample("a"), make_sample("b")], attempts=3, deadline=0.05))
+    if is_batched:
+        assert results == [1.0, 1.0] and calls == [2, 1, 1, 1]  # each alone, once
+    else:
+        assert len(calls) == 2 and all("gave no answer within reward.timeout = 0.05 s" in each.reason for each in results)
+
+
+def test_a_timeout_of_the_rewards_own_is_not_ours() -> None:
+    calls = []
+
+    async def impatient(completion) -> float:
+        calls.append(1)
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(60)
+        return 1.0
+
+    (result,) = asyncio.run(RewardFunction(impatient).score([make_sample()], attempts=2, deadline=60))
+    assert "raised TimeoutError" in result.reason and "reward.timeout" not in result.reason and len(calls) == 2
 
 
 # From results to outcomes

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -24,14 +25,14 @@ from headrace.errors import SyncError
 from headrace.sync.collective.channel import accept
 from headrace.sync.collective.transport import CollectiveTransport
 
-DEADLINE = 1.5
-LATEST = DEADLINE + 1.0
+DEADLINE = 3.0
+LATEST = DEADLINE + 2.0
 """Seconds by which both ends have given up: the deadline, half a second for the sender's word, and a slow machine."""
 BUCKET = 1 << 20
 TOKEN = "of the test"
 SETTINGS = {"token": TOKEN, "deadline": DEADLINE, "bucket": BUCKET}
 LONG = 40 * BUCKET + 17
-SLOW = 0.05
+SLOW = 0.15
 
 
 class Child:
@@ -145,14 +146,14 @@ class Push:
         self.ended_at = time.monotonic()
 
     def result(self, since):
-        self._thread.join(20)
+        self._thread.join(120)
         assert not self._thread.is_alive()
         assert self.error is not None, "the push succeeded"
         return self.error, self.ended_at - since
 
 
 def start_slowly(sender, children, key="slow", **options):
-    """A transfer that is under way: every receiver has written something and would need two seconds more."""
+    """A transfer that is under way: every receiver has written something and would need six seconds more."""
     place, _ = parcel(sender, key, LONG)
     for child in children:
         child.tell("fetch", place=place, slow=SLOW, **options)
@@ -160,6 +161,13 @@ def start_slowly(sender, children, key="slow", **options):
     for child in children:
         child.wait_for("wrote")
     return push
+
+
+def said_seconds(words, error):
+    """How many an error says that something took."""
+    found = re.search(rf"{words} (\d+\.\d) s", error)
+    assert found, error
+    return float(found[1])
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, BUCKET - 1, BUCKET, 2 * BUCKET, 5 * BUCKET, 5 * BUCKET + 3])
@@ -239,8 +247,8 @@ def test_a_receiver_stopped_midway(sender, pool):
     b.process.send_signal(signal.SIGSTOP)
     try:
         error, seconds = push.result(began)
-        assert "receiver 'b' has not been heard from for 1." in error and "of 41 buckets written: a " in error
-        assert seconds < LATEST
+        assert DEADLINE <= said_seconds("receiver 'b' has not been heard from for", error) < LATEST
+        assert "of 41 buckets written: a " in error and seconds < LATEST
         for child in (a, c):
             assert "receiver 'b'" in child.wait_for("error")["error"]
         sender.free("slow")
@@ -264,8 +272,11 @@ def test_a_sender_killed_or_stopped_midway(pool, how):
     sender.process.send_signal(how)
     for child in (a, b):
         answer = child.wait_for("error")
-        expected = "the sender is gone" if how == signal.SIGKILL else "nothing has come from the sender for 2."
-        assert answer["kind"] == "SyncError" and expected in answer["error"] and "of 41 buckets written by" in answer["error"]
+        if how == signal.SIGKILL:
+            assert "the sender is gone" in answer["error"]
+        else:
+            assert DEADLINE <= said_seconds("nothing has come from the sender for", answer["error"]) < LATEST
+        assert answer["kind"] == "SyncError" and "of 41 buckets written by" in answer["error"]
     assert time.monotonic() - began < LATEST
     sender.end()
     healthy = CollectiveTransport(**SETTINGS)
@@ -277,7 +288,7 @@ def test_a_sender_killed_or_stopped_midway(pool, how):
 
 def test_half_a_bucket_holds_nobody_up():
     """gloo tells everyone that a connection was closed but who is in the middle of a message from it."""
-    patient = {"token": TOKEN, "deadline": 20.0, "bucket": 64 << 20}
+    patient = {"token": TOKEN, "deadline": 90.0, "bucket": 64 << 20}
     receiver, sender = Child("a", **patient), CollectiveTransport(**patient)
     try:
         receiver.wait_for("is_up")
@@ -294,7 +305,7 @@ def test_half_a_bucket_holds_nobody_up():
 
 @pytest.mark.parametrize("end", ["free", "close"])
 def test_given_up_by_the_sender_midway(sender, pool, end):
-    """It is what ends the transfer: that has two seconds to go, and the deadline would be named."""
+    """It is what ends the transfer: that has six seconds to go, and the deadline would be named."""
     a, b = pool.get("a", "b")
     push = start_slowly(sender, [a, b])
     if end == "free":

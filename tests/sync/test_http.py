@@ -28,8 +28,10 @@ from headrace.sync.http.transport import HttpTransport, relay_places
 TOKEN = "a token of this run"
 PIECE = 64 << 10
 LONG = 64 * PIECE + 11
-SOON = 10.0
-"""Seconds in which whatever a test waits for must have come."""
+SOON = 60.0
+"""Seconds in which whatever a test waits for must have come, also on a busy machine."""
+AT_ONCE = SOON / 10
+"""And what must not wait for a deadline of so many."""
 
 
 class Bucket:
@@ -260,13 +262,13 @@ def test_a_child_goes_on_without_its_parent(made, sender, end):
         own, childs = relay_places({**place, "sources": [proxy.url]}, [url, ""], fan_out=1)
         parent.stdin.write(json.dumps(own) + "\n")
         parent.stdin.flush()
-        child = Job(made(deadline=3.0), {**childs, "sources": [url, sender.relay_url]})
+        child = Job(made(deadline=30.0 if end == signal.SIGKILL else 3.0), {**childs, "sources": [url, sender.relay_url]})
         soon(lambda: child.bucket.at >= 15 * PIECE)
         served = sender.bytes_served
         began = time.monotonic()
         parent.send_signal(end)
         bucket = child.end()
-        assert end == signal.SIGSTOP or time.monotonic() - began < 1.9
+        assert end == signal.SIGSTOP or time.monotonic() - began < 19
     assert torch.equal(bucket.flat, content)
     assert bucket.starts == list(range(0, LONG, PIECE))
     assert sender.bytes_served - served <= LONG - 15 * PIECE + (1 << 20), "it did not begin again"
@@ -385,11 +387,12 @@ def test_what_the_sender_frees_midway_ends_everywhere(made, sender):
     relay = made(is_relay=True)
     bucket = Bucket(64 << 20)
     bucket.gate.clear()
-    parent, child = Job(relay, place, bucket), Job(made(), {**place, "sources": [relay.relay_url, sender.relay_url]})
+    parent = Job(relay, place, bucket)
+    child = Job(made(deadline=10.0), {**place, "sources": [relay.relay_url, sender.relay_url]})
     soon(lambda: child.bucket.at)
     began = time.monotonic()
     sender.free("v1")
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < AT_ONCE
     bucket.gate.set()
     for job in (parent, child):
         with pytest.raises(SyncError, match="sender has freed it"):
@@ -410,7 +413,7 @@ def test_a_fetch_is_given_up_from_another_thread(made, sender, silent, is_relay,
     began = time.monotonic()
     with pytest.raises(SyncError, match="given up here"):
         job.end()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < AT_ONCE
 
 
 def test_a_target_that_gives_up_ends_it(made, sender):
@@ -421,26 +424,28 @@ def test_a_target_that_gives_up_ends_it(made, sender):
     soon(lambda: job.bucket.at >= 15 * PIECE)
     num_checks, began = job.bucket.num_checks, time.monotonic()
     time.sleep(0.6)
-    assert 2 <= job.bucket.num_checks - num_checks <= 30, "a few times a second"
+    soon(lambda: job.bucket.num_checks - num_checks >= 2)
+    assert job.bucket.num_checks - num_checks <= 50 * (time.monotonic() - began), "a few times a second"
+    began = time.monotonic()
     job.bucket.given_up = reason = SyncError("the run is over")
     job.join(SOON)
-    assert job.error is reason and time.monotonic() - began < 2.0
+    assert job.error is reason and time.monotonic() - began < AT_ONCE
     assert ask(relay.relay_url, "/weights/v1").status == 410
 
 
 def test_who_says_nothing_is_named_within_the_deadline(made, sender, silent):
     _, place = post(sender)
     began = time.monotonic()
-    with pytest.raises(SyncError, match=rf"engine-0: 'v1' from {silent}: .*nothing for 1\.\d s; 0 of {LONG:,} bytes"):
-        Job(made(deadline=1.0), {**place, "sources": [silent]}).end()
-    assert 1.0 <= time.monotonic() - began < 2.0
+    with pytest.raises(SyncError, match=rf"engine-0: 'v1' from {silent}: .*nothing for [34]\.\d s; 0 of {LONG:,} bytes"):
+        Job(made(deadline=3.0), {**place, "sources": [silent]}).end()
+    assert 3.0 <= time.monotonic() - began < 6.0
 
 
 def test_who_falls_silent_midway_is_named_within_the_deadline(made, sender):
     _, place = post(sender)
     proxy = made(Proxy, sender.relay_url, hold=20 * PIECE)
-    job = Job(made(deadline=1.0), {**place, "sources": [proxy.url]})
-    with pytest.raises(SyncError, match=rf"{proxy.url}: .*nothing for 1\.\d s; 1,\d\d\d,\d\d\d of {LONG:,} bytes had come"):
+    job = Job(made(deadline=2.0), {**place, "sources": [proxy.url]})
+    with pytest.raises(SyncError, match=rf"{proxy.url}: .*nothing for [23]\.\d s; 1,\d\d\d,\d\d\d of {LONG:,} bytes had come"):
         job.end()
 
 
@@ -452,7 +457,7 @@ def test_nobody_at_the_address_is_an_error_within_the_deadline(made, sender):
 
 def test_silent_sources_are_passed_over(made, sender, silent):
     content, place = post(sender)
-    job = Job(made(deadline=2.0), {**place, "sources": [silent, silent, "http://127.0.0.1:9", sender.relay_url]})
+    job = Job(made(deadline=4.0), {**place, "sources": [silent, silent, "http://127.0.0.1:9", sender.relay_url]})
     assert torch.equal(job.end().flat, content)
 
 
@@ -460,8 +465,8 @@ def test_slow_progress_is_progress(made, sender):
     content, place = post(sender, num_bytes=4 * PIECE)
     bucket = Bucket(4 * PIECE)
     write = bucket.write
-    bucket.write = lambda start, piece: (time.sleep(0.6), write(start, piece))
-    assert torch.equal(Job(made(deadline=0.5), place, bucket).end().flat, content)
+    bucket.write = lambda start, piece: (time.sleep(1.2), write(start, piece))
+    assert torch.equal(Job(made(deadline=1.0), place, bucket).end().flat, content)
 
 
 def test_a_target_is_looked_at_while_bytes_trickle_in(made, sender):
@@ -474,7 +479,7 @@ def test_a_target_is_looked_at_while_bytes_trickle_in(made, sender):
     began = time.monotonic()
     with pytest.raises(SyncError, match="enough"):
         job.end()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < AT_ONCE
 
 
 # Who may ask, and for what
@@ -584,7 +589,7 @@ def test_another_length_is_refused(made, sender, num_bytes):
         Job(made(), {**place, "bytes": num_bytes}).end()
     with pytest.raises(SyncError, match="are expected"):
         Job(made(), place, Bucket(num_bytes)).end()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 2 * AT_ONCE
 
 
 @pytest.mark.parametrize(
@@ -687,7 +692,7 @@ def test_memory_is_not_used_again_while_somebody_reads_it(sender):
         began = time.monotonic()
         sender.free("v1")
         soon(lambda: sender._buffers._spare._spare is not None)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < AT_ONCE
         room = sender.allocate("v2", 64 << 20)
         assert room.data_ptr() == before
         room.copy_(~content)
@@ -731,7 +736,7 @@ def test_nothing_is_left_after_close(silent):
         for end in ends:
             end.close()
             end.close()
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 2 * AT_ONCE
     stopped.join(SOON)
     assert set(threading.enumerate()) <= threads
     assert descriptors()["socket"] == before

@@ -129,7 +129,7 @@ def test_held_out_rows_of_a_recipe(fake) -> None:
     ((name, held_out),) = held_out_tasks(recipe, UserInputs()).items()
     stream = open_tasks(recipe, UserInputs())
     assert len(held_out) == 30 and SUMS.endswith(f":{name}")
-    assert not {question_of(row) for row in held_out} & {question_of(stream.next()) for _ in range(300)}
+    assert not {question_of(row) for row in held_out} & {question_of(stream.next().row) for _ in range(300)}
 
 
 @pytest.mark.parametrize(("instruction", "shown"), [("Only the number.", "{}"), (ours.INSTRUCTION, "<answer>{}</answer>")])

@@ -34,7 +34,7 @@ def prompts(source, count: int, *, start: int = 0) -> list[str]:
 def make_stream(*, seed: int = 0, weights: tuple[float, ...] = (1, 2)) -> TaskStream:
     names = "abcdef"[: len(weights)]
     sources = [open_source(numbered(name, 7), seed=seed, split="train") for name in names]
-    return TaskStream(list(zip(sources, weights, strict=True)), seed=seed)
+    return TaskStream(dict(zip(names, zip(sources, weights, strict=True), strict=True)), seed=seed)
 
 
 # Streams
@@ -72,7 +72,7 @@ def test_the_seed_decides_the_stream() -> None:
 def test_sources_are_mixed_by_weight(weights: tuple[float, ...]) -> None:
     count = 2000
     stream = make_stream(weights=weights)
-    drawn = Counter(str(stream.next()["prompt"])[0] for _ in range(count))
+    drawn = Counter(str(stream.next().row["prompt"])[0] for _ in range(count))
     for name, weight in zip("abc", weights, strict=False):
         share = weight / sum(weights)
         assert abs(drawn[name] / count - share) < 4 * (share * (1 - share) / count) ** 0.5
@@ -80,11 +80,19 @@ def test_sources_are_mixed_by_weight(weights: tuple[float, ...]) -> None:
 
 def test_each_source_of_a_mix_is_walked_without_gaps() -> None:
     stream = make_stream(weights=(1, 3))
-    drawn = [str(stream.next()["prompt"]) for _ in range(400)]
+    drawn = [str(stream.next().row["prompt"]) for _ in range(400)]
     for name in "ab":
         own = [prompt for prompt in drawn if prompt[0] == name]
         for epoch in range(len(own) // 7):
             assert sorted(own[7 * epoch : 7 * epoch + 7]) == [f"{name}{index}" for index in range(7)]
+
+
+def test_a_task_says_where_its_row_came_from() -> None:
+    stream = make_stream(weights=(1, 3))
+    for task in [stream.next() for _ in range(60)]:
+        assert task.row == {"prompt": f"{task.source}{task.index}"}, "the same row has the same index in every epoch"
+    generated = TaskStream({"sort": (open_source("builtin:sort_digits", seed=0, split="train"), 1.0)}, seed=0)
+    assert [generated.next().index for _ in range(3)] == [0, 1, 2]
 
 
 # Finite sources
@@ -220,11 +228,11 @@ def test_rows_that_cannot_be_used_are_refused(rows, problem: str) -> None:
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"missing.jsonl: no such file"):
         taken(tmp_path / "missing.jsonl")
-    with pytest.raises(TaskError, match=r"no such file"):
+    with pytest.raises(TaskError, match=r"doesn't contain any data files"):
         taken(tmp_path)
-    (tmp_path / "rows.csv").write_text("prompt\nx\n")
-    with pytest.raises(TaskError, match=r"rows.csv: must be a .jsonl or .parquet file"):
-        taken(tmp_path / "rows.csv")
+    (tmp_path / "rows.txt").write_text("prompt\nx\n")
+    with pytest.raises(TaskError, match=r"rows.txt: must be a .jsonl, .json, .csv or .parquet file, or a folder"):
+        taken(tmp_path / "rows.txt")
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(TaskError, match=r"empty.jsonl: there are no tasks"):
         taken(tmp_path / "empty.jsonl")

@@ -131,3 +131,73 @@ def test_a_loss_over_whole_rollouts_is_the_same_judged_or_not(tiny_model: str, m
         assert loss == pytest.approx(found[0][0], abs=1e-6)
         for name, expected in found[0][1].items():
             torch.testing.assert_close(gradient[name], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_an_entropy_bonus_reaches_a_trainer_with_a_value_head(tiny_model: str) -> None:
+    """There the loss is not called inside the head."""
+    found = []
+    for weight in (0.0, 0.5):
+        trainer = make(tiny_model, loss="ppo", advantage="gae")
+        nudge(trainer.model)
+        batch = dataclasses.replace(ppo_batch(rollouts(tiny_model, 4), trainer), entropy_weight=weight)
+        seen = trainer.forward_backward(batch)
+        found.append((seen["loss"] + weight * seen["entropy"], torch.cat([g.flatten() for g in gradients(trainer).values()])))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    alone = make(tiny_model)
+    nudge(alone.model)
+    alone.forward_backward(
+        make_batch(
+            rollouts(tiny_model, 4),
+            loss="reinforce",
+            constants={},
+            entropy_weight=0.5,
+            advantages=[np.zeros(len(item), dtype=np.float32) for item in rollouts(tiny_model, 4)],
+        )
+    )
+    bonus = torch.cat([g.flatten() for g in gradients(alone).values()])
+    torch.testing.assert_close(found[1][1] - found[0][1], bonus, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reference_follows_the_policy_and_is_kept(tiny_model: str, tmp_path, dtype: str) -> None:
+    """Mixed in float32, so that small shares add up in bfloat16 too, and restored to the bit."""
+
+    def make_following(share: float) -> DeviceTrainer:
+        held = FrozenModel(load_model(tiny_model, dtype=dtype), keep_digits=share < 1)
+        settings = TrainSettings(kl=0.1, reference_every=1, reference_mix=share)
+        return DeviceTrainer(
+            load_model(tiny_model),
+            tokenizer=load_tokenizer(tiny_model),
+            settings=settings,
+            dtype=getattr(torch, dtype),
+            frozen={REFERENCE: held},
+        )
+
+    items = rollouts(tiny_model, 4)
+    trainer = make_following(0.1)
+    start = {name: tensor.float().clone() for name, tensor in trainer._frozen[REFERENCE].arena}
+    nudge(trainer.model, scale=0.005)
+    for _ in range(3):
+        trainer.mix_reference(0.1)
+    policy = {name: tensor.float() for name, tensor in trainer.tensors()}
+    for name, tensor in trainer._frozen[REFERENCE].arena:
+        wanted = start[name].lerp(policy[name], 1 - 0.9**3).to(tensor.dtype)
+        torch.testing.assert_close(tensor, wanted, atol=1e-6, rtol=1e-2 if tensor.dtype == torch.bfloat16 else 1e-5)
+    trainer.save(tmp_path)
+    resumed = make_following(0.1)
+    resumed.load(tmp_path)
+    resumed.arena.copy_from(trainer.arena)  # a nudge does not reach the masters that are saved
+    for each in (trainer, resumed):
+        each.mix_reference(0.1)
+    for (name, ours), (_, theirs) in zip(resumed._frozen[REFERENCE].arena, trainer._frozen[REFERENCE].arena, strict=True):
+        assert torch.equal(ours, theirs), name
+    whole = make_following(1.0)
+    nudge(whole.model, scale=0.005)
+    assert max(abs(float((a - b).max())) for a, b in zip(*reference_and_own(whole, items), strict=True)) > 1e-3
+    whole.mix_reference(1.0)
+    for reference, own in zip(*reference_and_own(whole, items), strict=True):
+        np.testing.assert_array_equal(reference, own)
+
+
+def reference_and_own(trainer: DeviceTrainer, items) -> tuple[list, list]:
+    return trainer.forward(make_batch(items), column=REFERENCE), trainer.forward(make_batch(items))

@@ -69,11 +69,11 @@ class Noting:
 
     def save(self, folder: Path, *, on_read: Callable[[], None]) -> dict[str, list[int]]:
         self.is_saving.set()
-        self.may_copy.wait(10)
+        self.may_copy.wait(60)
         self.asked.append("save")
         saved = float(self.weight[0])
         on_read()
-        self.may_write.wait(10)
+        self.may_write.wait(60)
         return {"weight": [int(saved), 0]}
 
     def load(self, folder: Path) -> None:
@@ -134,7 +134,7 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
     async def main() -> None:
         trainer, sync, timeline = Noting(), Slow(), ProcessTimeline("trainer")
         worker = LocalTrainer(trainer, sync=sync, timeline=timeline, in_threads=True)
-        await asyncio.wait_for(test(Bench(trainer, sync, timeline, worker)), 20)
+        await asyncio.wait_for(test(Bench(trainer, sync, timeline, worker)), 60)
 
     asyncio.run(main())
 
@@ -224,7 +224,7 @@ def test_a_save_that_fails_lets_the_optimizer_go():
         saving, stepping = bench.begin("save", folder="x"), bench.begin("step", batch=LESSON, learning_rate=0.5)
         with pytest.raises(OSError, match="No space left"):
             await saving
-        await asyncio.wait_for(stepping, 2)
+        await asyncio.wait_for(stepping, 30)
 
     run(check)
 
@@ -274,7 +274,7 @@ def test_a_publication_that_fails_lets_the_optimizer_go(fault, monkeypatch):
             stepping = bench.begin("step", batch=LESSON, learning_rate=0.5)
             with pytest.raises(SyncError, match="no room"):
                 await publishing
-            await asyncio.wait_for(stepping, 2)
+            await asyncio.wait_for(stepping, 30)
         bench.sync.failure = None
         assert (await bench.begin("publish", version=2, canary=PACKED)).update.version == 2
 

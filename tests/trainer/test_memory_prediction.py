@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import subprocess
 import sys
+import weakref
+from typing import TYPE_CHECKING
 
 import families
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Qwen3Config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from headrace.engine import EngineSettings
 from headrace.engine.native.engine_memory import predict_engine_memory
+from headrace.launch.examples import _rollout
+from headrace.launch.sft import supervised_batch
+from headrace.lora import Adapter, LoraSettings, add_adapter, find_targets
+from headrace.model import named_tensors
+from headrace.model.arena import Arena
 from headrace.model.attention import PackedContext
 from headrace.model.load import hidden_states, prepare
 from headrace.model.shape import ModelShape
 from headrace.observe.process_memory import peak_memory
-from headrace.trainer import TrainSettings
-from headrace.trainer.memory_prediction import BACKWARD, COMPILED, EAGER, OUTSIDE, Costs, SavedTensor, predict_memory
+from headrace.trainer import DeviceTrainer, TrainSettings
+from headrace.trainer.memory_prediction import (
+    BACKWARD,
+    COMPILED,
+    EAGER,
+    OUTSIDE,
+    Costs,
+    SavedTensor,
+    TrainerMemory,
+    predict_memory,
+)
+from headrace.trainer.optimizer import FlatOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TOKENS = 64
 
@@ -124,6 +148,55 @@ def test_what_stays_is_so_many_bytes_of_each_parameter() -> None:
     assert narrow.total < wide.total < 2 * narrow.total
 
 
+def test_each_optimizer_has_state_of_its_own_and_what_is_frozen_has_none() -> None:
+    matrices, vectors, plain = MIDDLING.matrices, MIDDLING.vectors, middling()
+    assert middling(optimizer="adamw_8bit").moments == pytest.approx(2.0625 * matrices + 2.125 * vectors, rel=1e-6)
+    assert middling(optimizer="muon").moments == 4 * matrices + 4 * MIDDLING.embedding + 8 * vectors
+    given = {"dtype": "float16", "tokens": 16_384, "frozen": [MIDDLING.embedding]}
+    frozen = predict_memory(MIDDLING, TrainSettings(), **given)
+    with_muon = predict_memory(MIDDLING, TrainSettings(optimizer="muon"), **given)
+    assert with_muon.moments == 4 * (matrices - MIDDLING.embedding) + 8 * vectors
+    assert plain.weights == frozen.weights and plain.moments - frozen.moments == 8 * MIDDLING.embedding
+    assert plain.gradients - frozen.gradients == plain.masters - frozen.masters == 4 * MIDDLING.embedding
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
+def test_a_steps_temporaries_are_predicted(name: str) -> None:
+    """For one matrix of 512 × 256, against the storages that are alive during the step."""
+    model = torch.nn.Linear(256, 512, bias=False)
+    settings = TrainSettings(optimizer=name)
+    optimizer = FlatOptimizer([(Arena.adopt(model), dict(model.named_parameters()))], settings)
+    model.weight.backward(torch.randn(512, 256))
+    with LiveStorages() as alive:
+        optimizer.step(1e-3)
+    shape = dataclasses.replace(MIDDLING, hidden=256, intermediate=512)
+    given = {"dtype": "float32", "tokens": 16, "on_gpu": False, "num_parameters": shape.vectors + 512 * 256}
+    predicted = predict_memory(shape, settings, **given)
+    assert alive.peak - 1000 <= predicted.step <= 1.3 * alive.peak
+    away = middling(tokens=16, optimizer=name, offload=("optimizer",))  # so that the step is the peak
+    assert away.total == away.weights + away.masters + away.gradients + away.moments + away.step
+    assert (away.step > 0) == ("the optimizer's step" in str(away)) == (name != "adamw")
+
+
+class LiveStorages(TorchDispatchMode):
+    """The most bytes that tensors made within it had at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._alive = 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {each.untyped_storage()._cdata for each in filter(torch.is_tensor, tree_leaves((args, kwargs)))}
+        result = function(*args, **(kwargs or {}))
+        for each in filter(torch.is_tensor, tree_leaves(result)):
+            storage = each.untyped_storage()
+            if storage._cdata not in given and storage._cdata not in self._alive:
+                self._alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result
+
+
 def test_settings_that_save_memory_do_in_this_order() -> None:
     plain, half = middling(), middling(tokens=8_192)
     assert half.activations == plain.activations // 2 and half.moments == plain.moments
@@ -157,6 +230,21 @@ def test_a_model_that_is_only_asked_counts_its_weights() -> None:
     assert one.total - away.total == one.weights
 
 
+def test_a_reference_that_follows_the_policy_is_copied_for_a_checkpoint_and_mixed_in_float32() -> None:
+    def on_cpu(frozen: Sequence[int] = (), **settings) -> TrainerMemory:
+        given, more = TrainSettings(kl=0.1, **settings), {"on_gpu": False, "num_references": 1, "frozen": frozen}
+        return predict_memory(MIDDLING, given, dtype="bfloat16", tokens=1024, **more)
+
+    fixed, following, mixed = on_cpu(), on_cpu(reference_every=4), on_cpu(reference_every=4, reference_mix=0.5)
+    assert following.saving - fixed.saving == fixed.weights and following.references == fixed.references
+    assert mixed.saving - fixed.saving == mixed.references - fixed.references == fixed.masters
+    frozen = on_cpu(reference_every=4, reference_mix=0.5, frozen=[MIDDLING.embedding])
+    assert frozen.references == mixed.references, "whatever is trained"
+    away = TrainSettings(kl=0.1, reference_every=4, reference_mix=0.5)
+    on_gpu = predict_memory(MIDDLING, away, dtype="bfloat16", tokens=1024, num_references=1)
+    assert on_gpu.references == on_gpu.weights and on_gpu.saving == 0, "on the host"
+
+
 def test_an_engine_holds_its_weights_twice_and_the_cache_that_fits() -> None:
     settings = EngineSettings(slots=64)
     few = predict_engine_memory(MIDDLING, settings, dtype="bfloat16", context=4096, free=20 * 10**9)
@@ -164,6 +252,19 @@ def test_an_engine_holds_its_weights_twice_and_the_cache_that_fits() -> None:
     many = predict_engine_memory(MIDDLING, settings, dtype="bfloat16", context=4096, free=10**12)
     assert many.cache == (64 * 256 + 1) * 16 * MIDDLING.cached_numbers * 2
     assert many.asleep("never") == many.total > many.asleep("cache") > many.asleep("weights")
+
+
+def test_recorded_routing_is_part_of_the_cache() -> None:
+    config = Qwen3MoeConfig(num_experts=300, num_experts_per_tok=4, num_hidden_layers=3, head_dim=16)
+    shape, settings = ModelShape.of(config), EngineSettings(kv_blocks=10)
+
+    def predict(settings: EngineSettings) -> int:
+        return predict_engine_memory(shape, settings, dtype="bfloat16", context=64, free=10**12).cache
+
+    recorded = dataclasses.replace(settings, record_routing=True)
+    assert predict(recorded) - predict(settings) == 10 * 16 * 3 * 4 * 2, "two bytes for numbers up to 299"
+    narrow = dataclasses.replace(shape, experts=128)
+    assert narrow.routing_bytes == 3 * 4
 
 
 def test_the_peak_is_of_this_process_and_not_of_what_started_it() -> None:
@@ -175,3 +276,46 @@ def test_the_peak_is_of_this_process_and_not_of_what_started_it() -> None:
     before, during, after = map(int, child.stdout.split())
     assert before < peak_memory(torch.device("cpu")) / 2
     assert before + 190e6 < during < before + 300e6 and after > during - 10e6
+
+
+ADAPTED = Qwen3Config(
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=768,
+    vocab_size=8192,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.long) for name in ("adamw_8bit", "muon"))]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_an_adapter_only_that_has_gradients_masters_and_moments(dtype: str, optimizer: str) -> None:
+    """Predicted against what a trainer really holds, and against what a pass makes at its peak."""
+    lora = LoraSettings(rank=8)
+    model = prepare(AutoModelForCausalLM.from_config(ADAPTED, dtype=torch.float32), name="adapted")
+    adapter = add_adapter(model, lora)
+    settings = TrainSettings(optimizer=optimizer)
+    trainer = DeviceTrainer(model, tokenizer=None, settings=settings, dtype=getattr(torch, dtype))  # type: ignore[arg-type]
+    count = sum(parameter.numel() for parameter in adapter.parameters())
+    assert count == sum(map(math.prod, Adapter.shapes(find_targets(model, lora.targets), lora).values()))
+    shape = ModelShape.of(ADAPTED)
+    given = {"dtype": dtype, "tokens": 512, "on_gpu": False, "adapter": count, "adapter_width": lora.rank * 7}
+    predicted = predict_memory(shape, settings, **given)
+    weights = sum(tensor.nbytes for _, tensor in named_tensors(model)) + sum(each.nbytes for each in adapter.parameters())
+    assert predicted.weights == pytest.approx(weights, rel=0.01)
+    assert predicted.gradients == 4 * count and predicted.masters == (0 if dtype == "float32" else 4 * count)
+    batch = supervised_batch([_rollout([([8] * 16, False), ([9] * 496, True)], name="r", group="r")])
+    with LiveStorages() as alive:
+        trainer.forward_backward(batch)
+    made = predicted.activations + max(predicted.head, predicted.layer)
+    assert 0.5 * made <= alive.peak <= made
+    trainer.optim_step(1e-3)
+    moments = [each for name, each in trainer.optimizer.state().items() if not name.endswith(".step")]
+    assert predicted.moments == pytest.approx(sum(each.nbytes for each in moments), rel=0.02)
+    whole = predict_memory(shape, settings, **given | {"adapter": 0, "adapter_width": 0})
+    assert predicted.saving < 0.1 * whole.saving and predicted.resident < whole.resident

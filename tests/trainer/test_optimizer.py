@@ -1,4 +1,4 @@
-"""AdamW over arenas against torch's own, tensor by tensor."""
+"""The optimizer over arenas: AdamW against torch's own, tensor by tensor, and what holds for every choice."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from families import SMALL, make
 from torch import nn
 
 from headrace.model.arena import Arena
-from headrace.trainer import TrainSettings
-from headrace.trainer.optimizer import FlatAdamW
+from headrace.trainer import ParameterSettings, TrainSettings
+from headrace.trainer.loss_scale import LossScale
+from headrace.trainer.optimizer import FlatOptimizer
+
+OPTIMIZERS = ["adamw", "adamw_8bit", "muon"]
 
 
 class Small(nn.Module):
@@ -38,7 +41,7 @@ def torchs(model: Small, chosen: TrainSettings) -> torch.optim.AdamW:
         {"params": [p for p in model.trained().values() if p.ndim >= 2], "weight_decay": chosen.weight_decay},
         {"params": [p for p in model.trained().values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=1.0, betas=(chosen.beta1, chosen.beta2))
+    return torch.optim.AdamW(groups, lr=1.0, betas=(chosen.beta1, chosen.beta2), eps=chosen.eps)
 
 
 def gradients(step: int) -> dict[str, torch.Tensor]:
@@ -49,9 +52,9 @@ def gradients(step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("limit", [0.7, 1000.0, 0.0], ids=["above the limit", "below the limit", "no limit"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_steps_are_those_of_torch(limit: float, offload: bool) -> None:
-    chosen = settings(max_grad_norm=limit)
+    chosen = settings(max_grad_norm=limit, eps=1e-3)
     ours, theirs = Small(), Small()
-    flat = FlatAdamW([(Arena.adopt(ours), ours.trained())], chosen, offload=offload)
+    flat = FlatOptimizer([(Arena.adopt(ours), ours.trained())], chosen, offload=offload)
     reference = torchs(theirs, chosen)
     for step in range(4):
         for name, gradient in gradients(step).items():
@@ -74,8 +77,8 @@ def test_each_arena_has_its_own_rate_and_its_gradient_is_clipped_apart() -> None
     head = dict(value.named_parameters())
     alone = [Small(), nn.ModuleDict({"head": nn.Linear(5, 1)})]
     alone[1].load_state_dict(value.state_dict())
-    both = FlatAdamW([(Arena.adopt(policy), policy.trained()), (Arena.adopt(value), head)], settings())
-    apart = [FlatAdamW([(Arena.adopt(each), {n: p for n, p in each.named_parameters() if p.requires_grad})], settings())
+    both = FlatOptimizer([(Arena.adopt(policy), policy.trained()), (Arena.adopt(value), head)], settings())
+    apart = [FlatOptimizer([(Arena.adopt(each), {n: p for n, p in each.named_parameters() if p.requires_grad})], settings())
              for each in alone]  # fmt: skip
     for step in range(3):
         for name, gradient in gradients(step).items():
@@ -96,9 +99,10 @@ def test_each_arena_has_its_own_rate_and_its_gradient_is_clipped_apart() -> None
     assert all(torch.equal(a, b) for a, b in zip(before, (*policy.parameters(), *value.parameters()), strict=True))
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_does_not_count() -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_that_is_not_finite_changes_nothing_and_does_not_count(optimizer: str) -> None:
     model = Small()
-    flat = FlatAdamW([(Arena.adopt(model), model.trained())], settings())
+    flat = FlatOptimizer([(Arena.adopt(model), model.trained())], settings(optimizer=optimizer))
     model.first.backward(torch.ones_like(model.first))
     flat.step(0.1)
     before, state = {n: p.clone() for n, p in model.named_parameters()}, flat.state()
@@ -110,13 +114,14 @@ def test_a_step_that_is_not_finite_changes_nothing_and_does_not_count() -> None:
         assert not flat.gradient("second").any()  # the next step begins anew
 
 
-def test_bfloat16_weights_follow_float32_masters() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_follow_float32_masters(dtype: torch.dtype) -> None:
     model = Small()
     exact = {name: p.detach().clone() for name, p in model.trained().items()}
-    model.first.data, model.second.data = model.first.data.bfloat16(), model.second.data.bfloat16()
-    flat = FlatAdamW([(Arena.adopt(model), model.trained())], settings(weight_decay=0.0))
+    model.first.data, model.second.data = model.first.data.to(dtype), model.second.data.to(dtype)
+    flat = FlatOptimizer([(Arena.adopt(model), model.trained())], settings(weight_decay=0.0))
     flat.load_weights(exact)
-    for _ in range(20):  # each far below what bfloat16 can hold
+    for _ in range(20):  # each far below what such a weight can hold
         for name, parameter in model.trained().items():
             parameter.backward(torch.ones_like(exact[name]).to(parameter.dtype))
         flat.step(1e-5)
@@ -143,7 +148,7 @@ def test_a_gradient_that_was_gathered_elsewhere_stays() -> None:
     """As the head's, which adds its own where the optimizer holds it."""
     model = Small()
     model.first.data = model.first.data.bfloat16()
-    flat = FlatAdamW([(Arena.adopt(model), model.trained())], settings())
+    flat = FlatOptimizer([(Arena.adopt(model), model.trained())], settings())
     gathered = flat.gradient_of(model.first)
     assert gathered is not None and flat.gradient_of(model.frozen) is None
     gathered.fill_(2.0)
@@ -151,9 +156,10 @@ def test_a_gradient_that_was_gathered_elsewhere_stays() -> None:
     assert float(flat.gradient("first").min()) == 2.0
 
 
-def test_a_restart_goes_on_bitwise() -> None:
-    models = [Small(), Small()]
-    first, second = (FlatAdamW([(Arena.adopt(model), model.trained())], settings()) for model in models)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_restart_goes_on_bitwise(optimizer: str) -> None:
+    models, chosen = [Small(), Small()], settings(optimizer=optimizer)
+    first, second = (FlatOptimizer([(Arena.adopt(model), model.trained())], chosen) for model in models)
     for step in range(3):
         for name, gradient in gradients(step).items():
             models[0].trained()[name].backward(gradient)
@@ -174,9 +180,73 @@ def test_neither_biases_nor_norms_are_decayed_whatever_their_shape() -> None:
     for model in (make("gpt_oss"), cohere):
         parameters = dict(model.named_parameters())
         before = {name: parameter.detach().clone().fill_(1.0) for name, parameter in parameters.items()}
-        flat = FlatAdamW([(Arena.adopt(model), parameters)], settings())
+        flat = FlatOptimizer([(Arena.adopt(model), parameters)], settings())
         flat.load_weights(before)
         flat.step(0.1)
         kept = {name for name, parameter in parameters.items() if torch.equal(parameter, before[name])}
         assert kept == {name for name in parameters if "bias" in name or "norm" in name or "sinks" in name}
         assert any(parameters[name].ndim == 2 for name in kept)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_state_is_updated_alike(optimizer: str, dtype: torch.dtype) -> None:
+    """In pieces here: what a segment has more of than is updated at a time."""
+    models = [Small(), Small()]
+    for model in models:
+        model.first.data, model.second.data = model.first.data.to(dtype), model.second.data.to(dtype)
+    kept, away = (
+        FlatOptimizer([(Arena.adopt(model), model.trained())], settings(optimizer=optimizer), offload=is_away)
+        for model, is_away in zip(models, (False, True), strict=True)
+    )
+    for step in range(3):
+        for model, flat in zip(models, (kept, away), strict=True):
+            for name, gradient in gradients(step).items():
+                model.trained()[name].backward(gradient.to(model.trained()[name].dtype))
+            flat.step(0.01)
+    for name in kept.names:
+        assert torch.equal(kept.master(name), away.master(name)), name
+        assert torch.equal(models[0].trained()[name], models[1].trained()[name]), name
+
+
+def test_a_scaled_loss_takes_the_same_steps() -> None:
+    """The scale is a power of two: no bit of norm, clipping or update differs, unless a number is too small for float32."""
+    models = [Small(), Small()]
+    plain, scaled = (
+        FlatOptimizer([(Arena.adopt(model), model.trained())], settings(), loss_scale=scale)
+        for model, scale in zip(models, (None, LossScale()), strict=True)
+    )
+    for step in range(3):
+        for name, gradient in gradients(step).items():
+            models[0].trained()[name].backward(gradient)
+            models[1].trained()[name].backward(2.0**16 * gradient)
+        assert torch.equal(plain.step(0.01), scaled.step(0.01))
+    for name in plain.names:
+        torch.testing.assert_close(plain.master(name), scaled.master(name), rtol=1e-6, atol=1e-7)
+
+
+def test_groups_of_parameters_have_their_own_rate_and_decay() -> None:
+    """As one optimizer for each would; the norm that clips is that of all."""
+    groups = {
+        "first": ParameterSettings(match="first", learning_rate=0.5, weight_decay=0.3),
+        "norm": ParameterSettings(match="norm", learning_rate=3.0, weight_decay=0.3),
+    }
+    ours, theirs, chosen = Small(), Small(), settings()
+    flat = FlatOptimizer([(Arena.adopt(ours), ours.trained())], chosen, groups=groups)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [theirs.first], "lr": 0.005, "weight_decay": 0.3},
+            {"params": [theirs.second], "lr": 0.01, "weight_decay": 0.1},
+            {"params": [theirs.norm], "lr": 0.03, "weight_decay": 0.0},  # norms are spared here too
+        ],
+        betas=(chosen.beta1, chosen.beta2),
+    )
+    for step in range(3):
+        for name, gradient in gradients(step).items():
+            theirs.trained()[name].grad = gradient.clone()
+            ours.trained()[name].backward(gradient)
+        torch.nn.utils.clip_grad_norm_(theirs.trained().values(), 0.7)
+        reference.step()
+        flat.step(0.01)
+    for name, parameter in ours.trained().items():
+        torch.testing.assert_close(parameter, theirs.trained()[name], atol=1e-6, rtol=1e-5)

@@ -11,20 +11,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.algorithms.columns import PROXIMAL
+from headrace.algorithms.columns import ENTROPY, PROXIMAL
 from headrace.durable import seal
 from headrace.engine.native.core import EngineCore
 from headrace.engine.request import Request
 from headrace.model.head import Head
 from headrace.model.load import load_model, load_tokenizer
 from headrace.records import Batch, Rollout, Sampling
-from headrace.trainer import DeviceTrainer, TrainSettings, learning_rate
+from headrace.trainer import DeviceTrainer, ParameterSettings, TrainSettings, learning_rate
 from headrace.trainer.saving import OPTIMIZER_FILE
 
 
-def rollouts(model_path: str, count: int = 12, *, sampling: Sampling | None = None) -> list[Rollout]:
+def rollouts(model_path: str, count: int = 12, *, sampling: Sampling | None = None, dtype: str = "float32") -> list[Rollout]:
     sampling = sampling or Sampling(max_tokens=14)
-    core = EngineCore(load_model(model_path), name="e", slots=8, context=64)
+    core = EngineCore(load_model(model_path, dtype=dtype), name="e", slots=8, context=64)
     done: dict[int, Rollout] = {}
     for index in range(count):
         ids = np.random.default_rng(index).integers(6, 90, size=2 + (5 * index) % 11)
@@ -91,7 +91,10 @@ def naive(model_path: str, batch: Batch, *, correction: str = "none") -> tuple[f
                 weight *= min(float((logprob.detach() - recorded).exp()), 2.0)
                 recorded = float(logprob.detach())
             ratio = (logprob - recorded).exp()
-            total = total - weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            entropy = torch.distributions.Categorical(logits=row[row > float("-inf")]).entropy()
+            if entropy >= batch.entropy_floor:
+                total = total - weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            total = total - float(weights[index]) * batch.entropy_weight * entropy
     total.backward()
     return float(total.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -179,6 +182,28 @@ def test_what_looks_at_whole_rollouts_or_batches_does_not_depend_on_packing(
         assert float((gradient - reference).norm() / reference.norm()) < 1e-4
         for name in ("loss", "masked", "correction", "chi2", "ess", "version_spread", "entropy"):
             assert seen[name] == pytest.approx(first[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("path", ["judged", "cut", "recomputed"])
+def test_an_entropy_bonus_and_a_floor_have_the_gradient_of_a_naive_loop(tiny_model: str, path: str, monkeypatch) -> None:
+    """With the loss called inside the head, with a sampling mask, and with rollouts too long for a chunk."""
+    if path == "recomputed":
+        monkeypatch.setattr("headrace.model.fused_head._CHUNK_ELEMENTS", {"cpu": 1})
+    items = rollouts(tiny_model, 6, sampling=SAMPLINGS["cut" if path == "cut" else "temperature"])
+    asked = {"correction": "tis", "correction_constants": {"cap": 2.0, "floor": 0.5}, "entropy_weight": 0.7}
+    trainer = make_trainer(tiny_model, micro_batch_tokens=64)
+    nudge(trainer.model)
+    entropies = trainer.forward(make_batch(items), column=ENTROPY)
+    floor = float(np.median(np.concatenate([e[item.loss_mask] for e, item in zip(entropies, items, strict=True)]))) + 1e-4
+    batch = make_batch(items, **asked, entropy_floor=floor)
+    seen = trainer.forward_backward(batch)
+    loss, expected = naive(tiny_model, batch, correction="tis")
+    assert seen["loss"] == pytest.approx(loss, rel=1e-4) and seen["masked"] == pytest.approx(0.5, abs=0.02)
+    ours = torch.cat([gradient.flatten() for gradient in gradients(trainer).values()])
+    theirs = torch.cat([expected[name].flatten() for name in gradients(trainer)])
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+    _, without = naive(tiny_model, dataclasses.replace(batch, entropy_weight=0.0), correction="tis")
+    assert float((ours - torch.cat([without[name].flatten() for name in gradients(trainer)])).norm() / theirs.norm()) > 0.1
 
 
 def test_columns_that_come_with_the_rollouts_reach_the_loss(tiny_model: str) -> None:
@@ -354,6 +379,24 @@ def test_a_step_without_a_trained_token_says_what_others_do(tiny_model: str) -> 
     seen = trainer.forward_backward(make_batch(items, weights=nothing, advantages=nothing))
     assert seen["tokens"] == 0 and {"loss", "mismatch", "mismatch_max", "ess"} <= seen.keys()
     assert trainer.optim_step(1e-3)["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("num_masked", [1, 3])
+def test_rollouts_with_nothing_to_train_are_in_no_pass(tiny_model: str, num_masked: int) -> None:
+    """The head alone is trained and candidates were cut off: without targets, a pass of these has no gradient at all."""
+    items = rollouts(tiny_model, 5, sampling=SAMPLINGS["cut"])[2:]
+    masked = [item.replace(loss_mask=np.zeros(len(item), dtype=bool)) for item in items[:num_masked]] + items[num_masked:]
+    head = tuple(ParameterSettings(match=name, freeze=name == "*") for name in ("*", "lm_head.weight"))
+    with_them, without = (make_trainer(tiny_model, micro_batch_tokens=16, parameters=head) for _ in range(2))
+    batch = make_batch(masked)
+    kept = {name: getattr(batch, name)[num_masked:] for name in ("rollouts", "advantages", "weights")}
+    seen = with_them.forward_backward(batch)
+    assert seen == without.forward_backward(dataclasses.replace(batch, **kept))
+    assert with_them.num_passes == without.num_passes == 3 - num_masked
+    gradient = with_them.optimizer.gradient("lm_head.weight")
+    torch.testing.assert_close(gradient, without.optimizer.gradient("lm_head.weight"), rtol=0, atol=0)
+    assert bool(gradient.any()) == (num_masked < 3) and with_them.optim_step(1e-3)["skipped"] == 0
+    assert [len(each) for each in with_them.forward(batch)] == list(map(len, items))
 
 
 def test_dropout_is_off(tiny_model: str) -> None:

@@ -21,8 +21,9 @@ from headrace.engine.native.releasable_memory import ReleasableMemory, make_memo
 from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.step import Slots
 from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong
-from headrace.engine.request import SampledSince
-from headrace.model import Arena, Head, ModelError, WeightError, find_readable_routers
+from headrace.engine.request import HeldAdapter, SampledSince
+from headrace.engine.shaping import GrammarError
+from headrace.model import Arena, Head, ModelError, WeightError, adapter_of, find_readable_routers
 from headrace.records import FinishReason, unknown_routing
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class _LaunchedStep(NamedTuple):
     launched: object
     slots: Array
     epochs: Array
-    version: int
+    versions: Array
 
 
 class EngineCore:
@@ -68,11 +69,13 @@ class EngineCore:
         kernels: bool | None = None,
         graphs: bool = True,
         record_routing: bool = False,
+        record_entropy: bool = False,
     ) -> None:
         """`num_blocks`: of the KV cache; 0 takes `most_blocks`, or if that is 0 too as many as the slots can use, within a
         share of the free memory. `max_tokens`: the most one call samples, used with `most_blocks`. `kernels`: paged attention
         and sampling in Triton; None means on a GPU, except in exact mode. `graphs`: capture steps as CUDA graphs.
-        `record_routing`: keep which experts each token was sent to, if the model's routers can be read."""
+        `record_routing`: keep which experts each token was sent to, if the model's routers can be read.
+        `record_entropy`: keep the entropy of each token's distribution; kernels cannot."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
@@ -84,17 +87,23 @@ class EngineCore:
         self._launched: deque[_LaunchedStep] = deque()
         device = next(model.parameters()).device
         self.arena = Arena.adopt(model, allocate=self._allocate if device.type == "cuda" else None)
+        self.adapter = adapter_of(model)
+        self.received = self.arena if self.adapter is None else Arena.adopt(self.adapter)  # what updates replace
         self.head = Head(model, exact=exact)
         has_kernels = kernels if kernels is not None else device.type == "cuda" and not exact
+        if has_kernels and self.adapter is not None:
+            raise ModelError("the native engine does not apply adapters on a GPU; set device = 'cpu', or merge the adapter")
+        assert not (has_kernels and record_entropy)
         twin = self._make_twin() if has_kernels else None  # before anything is hooked to the model
-        routers = find_readable_routers(model)
+        self.routers = routers = find_readable_routers(model)
         shape = CacheShape.of(model)
         num_blocks = num_blocks or shape.choose_num_blocks(
             block_size, slots=slots, context=context, most_blocks=most_blocks, max_tokens=max_tokens
         )
         recorded = routers if record_routing else None
         self.cache = PagedCache(shape, num_blocks=num_blocks, block_size=block_size, routers=recorded)
-        self._slots = Slots(slots=slots, context=context, blocks=math.ceil(context / block_size))
+        num_blocks_each = math.ceil(context / block_size)
+        self._slots = Slots(slots=slots, context=context, blocks=num_blocks_each, records_entropy=record_entropy)
         self.runner: Runner
         if twin is None:
             self.runner = PlainRunner(model, self.head, self.cache, self._slots, exact=exact, routers=routers)
@@ -187,7 +196,8 @@ class EngineCore:
             if request.slot >= 0 and self._slots.length[request.slot] > len(request.rollout) + told:
                 new, lineage = self.scheduler.sampled_tokens(request, skip=told), self._lineage_of(request)
                 request.num_reported += len(new.token_ids)
-                grown.append(SampledSince(request, new.token_ids, new.logprobs, new.versions, new.masks, lineage))
+                tokens = (new.token_ids, new.logprobs, new.versions, new.masks)
+                grown.append(SampledSince(request, *tokens, lineage, new.entropies))
         return grown
 
     def in_flight(self) -> list[InFlight]:
@@ -264,12 +274,16 @@ class EngineCore:
         with self.runner.in_order():
             spare.exchange()
 
-    def changed_weights(self, *, policy: str, lineage: str, version: int) -> None:
-        """Called after a swap. A request that has sampled keeps the lineage of its first token: `append_call` says why."""
+    def changed_weights(self, *, policy: str, lineage: str, version: int, held: HeldAdapter | None = None) -> None:
+        """Called after a swap. `held`: what ran before, which started requests keep. A request that has sampled keeps the
+        lineage of its first token: `append_call` says why."""
         if lineage != self.lineage:
             for request in self.scheduler.started():
-                if request.lineage is None and len(self.scheduler.sampled_tokens(request).token_ids):
+                is_bound = held is not None or request.held is not None  # what it samples later is of this lineage too
+                if request.lineage is None and (is_bound or len(self.scheduler.sampled_tokens(request).token_ids)):
                     request.lineage = self.lineage
+        if held is not None:
+            self.scheduler.hold(held)
         self.policy, self.lineage, self.version = policy, lineage, version
         self.scheduler.new_weights((lineage, version))
 
@@ -286,7 +300,8 @@ class EngineCore:
         plan = self.scheduler.plan(self.runner)
         if not plan.is_empty:
             slots = plan.slots
-            self._launched.append(_LaunchedStep(self.runner.launch(plan), slots, self._slots.epoch[slots].copy(), self.version))
+            epochs, versions = self._slots.epoch[slots].copy(), self._slots.versions_of(slots, newest=self.version)
+            self._launched.append(_LaunchedStep(self.runner.launch(plan), slots, epochs, versions))
             self._slots.in_flight[slots] += 1
         if self._launched and (plan.is_empty or len(self._launched) > self.runner.ahead):
             self._collect()
@@ -318,9 +333,12 @@ class EngineCore:
 
     def _record(self, rows: Array, step: _LaunchedStep, output: StepOutput) -> None:
         slots, state = step.slots[rows], self._slots
-        token_ids, logprobs = output.token_ids[rows], output.logprobs[rows]
+        token_ids, logprobs, versions = output.token_ids[rows], output.logprobs[rows], step.versions[rows]
         at = state.length[slots]
-        state.tokens[slots, at], state.logprobs[slots, at], state.versions[slots, at] = token_ids, logprobs, step.version
+        state.tokens[slots, at], state.logprobs[slots, at], state.versions[slots, at] = token_ids, logprobs, versions
+        if state.entropies is not None:
+            assert output.entropies is not None
+            state.entropies[slots, at] = output.entropies[rows]
         state.length[slots] = at + 1
         self.num_sampled += len(slots)
         is_stop = (state.stops[slots] == token_ids[:, None]).any(axis=1)
@@ -333,13 +351,19 @@ class EngineCore:
             if request.sampling.needs_mask:
                 request.masks.append(_NO_IDS if output.masks is None else output.masks[rows[index]])
             if is_lost[index]:
-                self._fail(request, NotFinite(f"rollout {request.rollout.id!r}: the model's logits are not finite"))
+                shaper = state.shapers.get(request.slot)
+                error: Exception = NotFinite(f"rollout {request.rollout.id!r}: the model's logits are not finite")
+                if shaper is not None and shaper.error:
+                    error = GrammarError(shaper.error)
+                self._fail(request, error)
                 continue
             reason = FinishReason.LENGTH if is_full[index] else None
             if is_stop[index] or (request.sampling.stop and self._ends_in_stop_string(request)):
                 reason = FinishReason.STOP
             if request.on_tokens is not None:
-                request.on_tokens(Increment((int(token_ids[index]),), (float(logprobs[index]),), (step.version,), reason))
+                top = output.tops.get(int(rows[index]))
+                sampled = (int(token_ids[index]),), (float(logprobs[index]),), (int(versions[index]),)
+                request.on_tokens(Increment(*sampled, reason, () if top is None else (top,)))
             if reason is not None:
                 self._finish(request, reason)
 

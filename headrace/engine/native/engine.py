@@ -11,14 +11,15 @@ running ones, in another thread if decoding has its own; only the swap is an act
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from headrace.engine.protocol import EngineDied, EngineState
-from headrace.engine.request import generate, run_to_the_end, stream
-from headrace.model import StagedWeights, WeightError, check_order, score as score_packed
+from headrace.engine.request import HeldAdapter, generate, run_to_the_end, stream
+from headrace.model import StagedWeights, WeightError, check_order, check_recorded, score as score_packed
 from headrace.observe import Signal, peak_memory
 from headrace.partial import Interrupt
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.engine.native.step import StepPlan
     from headrace.engine.protocol import Increment, InFlight
     from headrace.engine.request import Request, SampledSince
+    from headrace.engine.shaping import Shaping
     from headrace.observe import Timeline
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
     from headrace.sync import WeightSync
@@ -44,7 +46,7 @@ class NativeEngine:
     def __init__(self, core: EngineCore, *, sync: WeightSync, timeline: Timeline) -> None:
         self.core = core
         self._sync, self._timeline = sync, timeline
-        self._spare = StagedWeights(core.model, arena=core.arena)
+        self._spare = StagedWeights(core.adapter or core.model, arena=core.received)
         self._is_paused = self._is_closing = False
         self._loading = asyncio.Lock()  # held from an update's first byte to its swap: all updates share the staging memory
         self._work = Signal()
@@ -153,9 +155,11 @@ class NativeEngine:
         self._raise_if_dead()
         return await generate(self, rollout, sampling)
 
-    def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
+    def stream(
+        self, rollout: Rollout, sampling: Sampling, *, shaping: Shaping | None = None, held: HeldAdapter | None = None
+    ) -> AsyncIterator[Increment]:
         self._raise_if_dead()
-        return stream(self, rollout, sampling)
+        return stream(self, rollout, sampling, shaping=shaping, held=held)
 
     def submit(self, requests: Sequence[Request], on_refused: Callable[[Request, ValueError], None]) -> None:
         """Queue requests between two steps, and call `on_refused` for those that can never be generated."""
@@ -196,16 +200,23 @@ class NativeEngine:
     async def unpin(self, rollout_id: str) -> None:
         await self.between_steps(lambda: self.core.scheduler.pins.unpin(rollout_id))
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Array]:
-        return await self.between_steps(lambda: self._score(rollouts))
+    async def score(self, rollouts: Sequence[Rollout], *, held: HeldAdapter | None = None) -> list[Array]:
+        return await self.between_steps(lambda: self._score(rollouts, held))
 
-    def _score(self, rollouts: Sequence[Rollout]) -> list[Array]:
+    def _score(self, rollouts: Sequence[Rollout], held: HeldAdapter | None = None) -> list[Array]:
         core = self.core
         if core.has_sleeping_weights:
             raise WeightError("the engine's weights are asleep; wake it before it scores")
         core.settle()
         device = next(core.model.parameters()).device
-        return score_packed(core.model, core.head, rollouts, budget=_SCORE_TOKENS, device=device, exact=core.exact)
+        check_recorded(core.routers, rollouts)
+        how: dict[str, Any] = {"device": device, "exact": core.exact, "routers": core.routers}
+        applied: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if held is not None:
+            assert core.adapter is not None
+            applied = core.adapter.applying([(held.tensors, None)])
+        with applied:
+            return score_packed(core.model, core.head, rollouts, budget=_SCORE_TOKENS, **how)
 
     # Pausing and sleeping
 
@@ -270,6 +281,8 @@ class NativeEngine:
     # New weights
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
+        if interrupt is Interrupt.LEASE and self.core.adapter is None:
+            raise WeightError("'lease' keeps versions of an adapter, and all weights are trained")
         async with self._loading:
             if self._thread is None:
                 with self._timeline.during("swap"):
@@ -283,6 +296,9 @@ class NativeEngine:
     def _stage(self, update: WeightUpdate) -> None:
         """Receive an update beside the running weights and check it against its manifest."""
         check_order(update, lineage=self.core.lineage, version=self.core.version)
+        own = None if self.core.adapter is None else self.core.adapter.settings.to_plain()
+        if update.adapter != own:
+            raise WeightError(f"version {update.version}: it is for adapter {update.adapter}, and this engine has {own}")
         with self._timeline.beside(f"receive {update.version}"):
             self._spare.receive(update, lambda incoming: self._sync.receive(update, incoming))
 
@@ -290,14 +306,17 @@ class NativeEngine:
         with self._timeline.during("swap"):
             try:
                 self._interrupt(interrupt)
-                self._swap(update)
+                self._swap(update, interrupt)
             finally:
                 if not self._is_paused:
                     self._resume()
 
-    def _swap(self, update: WeightUpdate) -> None:
-        self.core.exchange_weights(self._spare)
-        self.core.changed_weights(policy=update.policy, lineage=update.lineage, version=update.version)
+    def _swap(self, update: WeightUpdate, interrupt: Interrupt) -> None:
+        core, held = self.core, None
+        core.exchange_weights(self._spare)
+        if interrupt is Interrupt.LEASE and core.num_started:
+            held = HeldAdapter(core.version, self._spare.take_replaced().views)
+        core.changed_weights(policy=update.policy, lineage=update.lineage, version=update.version, held=held)
 
     # What it reports, from any thread: numbers may be a step old
 

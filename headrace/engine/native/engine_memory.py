@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.model import bytes_per_number
+
 if TYPE_CHECKING:
     from headrace.engine.settings import EngineSettings
     from headrace.model import ModelShape
@@ -25,7 +27,7 @@ class EngineMemory:
 
     weights: int
     staging: int  # new weights are received beside the running ones: as much again
-    cache: int  # keys and values
+    cache: int  # keys and values, and recorded routing
     steps: int  # temporaries of a step
     process: int  # of a CPU process before it has a model
 
@@ -56,9 +58,10 @@ def predict_engine_memory(
     on_gpu: bool = True,
 ) -> EngineMemory:
     """`free`: bytes free when the engine starts; `most_blocks`: KV blocks that can be in use, 0 if unknown."""
-    width = 2 if dtype == "bfloat16" else 4
+    width = bytes_per_number(dtype)
     weights = width * shape.matrices + 4 * shape.vectors
-    block = settings.block_size * shape.cached_numbers * width
+    routing = shape.routing_bytes if settings.record_routing else 0
+    block = settings.block_size * (shape.cached_numbers * width + routing)
     fitting = int(MEMORY_SHARE * max(0, free - weights)) // max(block, 1)
     usable = most_blocks or settings.slots * math.ceil(context / settings.block_size) + 1
     blocks = settings.kv_blocks or min(usable, fitting)

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from headrace.engine.kind import EngineKind, OpenedEngine
+from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
 
 class NativeKind(EngineKind):
     name = "native"
-    is_exact = records_routing = True
+    is_exact = records_routing = records_entropy = True
+
+    def check_machine(self, recipe: Recipe, *, device: str) -> None:
+        if recipe.engine.record_entropy and device != "cpu":
+            told = "the kernels that sample on a GPU do not record it; leave it false, or set device = 'cpu'"
+            raise ConfigError(f"engine.record_entropy = true: {told}")
+        if recipe.lora.is_on and device != "cpu":
+            raise ConfigError(
+                f"lora.rank = {recipe.lora.rank}: the native engine does not apply adapters on a GPU yet; set device = 'cpu'"
+            )
 
     def make_inline(
         self, recipe: Recipe, model_path: str, *, device: str, sync: WeightSync, timeline: Timeline, most_blocks: int
@@ -47,7 +57,7 @@ def build_core(
     from headrace.engine.stop_strings import decoder_of, stop_tokens
     from headrace.model import ModelError, context_limit, load_model, load_tokenizer
 
-    model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact)
+    model = load_model(model_path, dtype=recipe.model.dtype, device=device, exact=recipe.exact, lora=recipe.lora)
     tokenizer = load_tokenizer(model_path)
     core = EngineCore(
         model,
@@ -57,12 +67,19 @@ def build_core(
         block_size=recipe.engine.block_size,
         num_blocks=recipe.engine.kv_blocks,
         most_blocks=most_blocks,
-        max_tokens=recipe.sampling.max_tokens,
+        max_tokens=recipe.max_tokens,
         exact=recipe.exact,
         decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
         graphs=recipe.engine.graphs,
         record_routing=recipe.engine.record_routing,
+        record_entropy=recipe.engine.record_entropy,
     )
-    if recipe.engine.record_routing and core.cache.routing is None:
-        raise ModelError(f"engine.record_routing = true: {model_path} has no experts whose routing can be read; leave it false")
+    if recipe.engine.record_routing:
+        named = f"engine.record_routing = true: {model_path}"
+        if core.routers is None:
+            raise ModelError(f"{named} has no experts whose routing can be read; leave it false")
+        try:
+            core.routers.check_replay(model)
+        except ModelError as error:
+            raise ModelError(f"{named} cannot be replayed: {error}; leave it false") from error
     return core, stop_tokens(model.generation_config, tokenizer)

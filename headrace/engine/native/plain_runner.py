@@ -3,15 +3,17 @@ Slow and obvious: the GPU kernels are checked against it."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from headrace.engine.native.sampling import sample, uniform
+from headrace.engine.native.sampling import entropies_of, sample, uniform
+from headrace.engine.native.shaping import find_top
 from headrace.engine.native.step import Runner, StepOutput
-from headrace.model import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, hidden_states, layer_of
+from headrace.model import EXACT_ROWS, AttentionSpec, PackedContext, adapter_of, attend, causal, hidden_states, layer_of
 from headrace.records import SamplingMask
 
 if TYPE_CHECKING:
@@ -113,13 +115,30 @@ class PlainRunner(Runner):
             cached=[self._cached_rows(*group) for group in groups[len(whole) :]],
             exact=self._exact,
         )
-        with self.cache.recording(self._routers, context.places):
+        with self.cache.recording(self._routers, context.places), self._adapters(owner, num_rows=len(tokens)):
             hidden = hidden_states(self._model, self._to_device(tokens), self._to_device(position), context)
         ends = np.cumsum([len(chunk) for chunk in chunks], dtype=np.int64).tolist()
         last = {chunk.slot: end - 1 for chunk, end in zip(chunks, ends, strict=True)}
         rows = [last[chunk.slot] for chunk in plan.chunks for _ in chunk.sampling_slots]
         rows += range(plan.prompt_rows, plan.prompt_rows + plan.decode_rows)
         return self._sample(hidden.index_select(0, self._to_device(np.asarray(rows, dtype=np.int64))), plan.slots)
+
+    def _adapters(self, owner: Array, *, num_rows: int) -> contextlib.AbstractContextManager[None]:
+        """Applies to each row the version of the adapter that its slot runs; `owner` has the slots of all rows but padding."""
+        held = {slot: each for slot, each in self._slots.held.items() if (owner == slot).any()}
+        adapter = adapter_of(self._model)
+        if not held or adapter is None:
+            return contextlib.nullcontext()
+        by_version = {id(each): each.tensors for each in held.values()}
+        key_of = np.zeros(num_rows, dtype=np.int64)
+        for slot, each in held.items():
+            key_of[: len(owner)][owner == slot] = id(each)
+
+        def rows(key: int) -> Tensor:
+            return self._to_device((key_of == key).astype(np.float32).reshape(-1, 1))
+
+        older = [(tensors, rows(key)) for key, tensors in by_version.items()]
+        return adapter.applying([(adapter.own, rows(0)), *older])
 
     def _cached_rows(self, owners: Array, positions: Array) -> CachedRows:
         size = self.cache.block_size
@@ -134,9 +153,14 @@ class PlainRunner(Runner):
         slots, vocabulary = self._slots, range(self._head.vocabulary)  # a tokenizer may have more ids than the head
         too_early = np.flatnonzero(slots.length[sampling] < slots.floor[sampling]).tolist()
         forbidden = [(row, stop) for row in too_early for stop in slots.stops[sampling[row]].tolist() if stop in vocabulary]
+        logits = self._head.logits(hidden)
+        shaped = list(slots.find_shapers(sampling)) if slots.shapers else []
+        for row, slot, shaper in shaped:
+            shaper.shape(logits[row], slots.tokens[slot, : slots.length[slot]])
+        parameters = self._to_device(slots.sampling[sampling])
         sampled = sample(
-            self._head.logits(hidden),
-            self._to_device(slots.sampling[sampling]),
+            logits,
+            parameters,
             self._to_device(uniform(slots.seed[sampling], slots.length[sampling])),
             forbidden=forbidden,
             is_restricted=bool(forbidden) or bool(slots.is_truncated[sampling].any()),
@@ -145,7 +169,9 @@ class PlainRunner(Runner):
         if sampled.allowed is not None and needs_mask.any():
             rows = zip(needs_mask, sampled.allowed.cpu().numpy(), strict=True)
             masks = [SamplingMask.make_row(row) if needs else _NO_IDS for needs, row in rows]
-        return StepOutput(sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy(), masks)
+        tops = {row: find_top(sampled.distribution[row], shaper.num_top) for row, _, shaper in shaped if shaper.num_top}
+        entropies = None if slots.entropies is None else entropies_of(sampled, parameters[:, 0]).cpu().numpy()
+        return StepOutput(sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy(), masks, tops, entropies)
 
     def _to_device(self, array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -17,6 +17,13 @@ class Sampled(NamedTuple):
     token_ids: Tensor
     logprobs: Tensor  # under the distribution sampled from; 0 where the choice was greedy
     allowed: Tensor | None  # [rows, vocabulary] bool, if some row was restricted
+    distribution: Tensor  # [rows, vocabulary] logprobs; of greedy rows at temperature 1
+
+
+def entropies_of(sampled: Sampled, temperatures: Tensor) -> Tensor:
+    """[rows] nats, of the distribution that each row was sampled from: 0 for a greedy one, which is certain."""
+    entropies = torch.special.entr(sampled.distribution.exp()).sum(dim=-1)
+    return torch.where(temperatures == 0, 0.0, entropies)
 
 
 def uniform(seeds: Array, positions: Array) -> Array:
@@ -49,7 +56,7 @@ def sample(
     token_ids = torch.where(is_greedy, logits.argmax(dim=-1), sampled)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
     is_certain = is_greedy & ~chosen.isnan()  # a NaN stays one: it fails the rollout
-    return Sampled(token_ids, torch.where(is_certain, 0.0, chosen), allowed)
+    return Sampled(token_ids, torch.where(is_certain, 0.0, chosen), allowed, logprobs)
 
 
 def _allowed(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, forbidden: list[tuple[int, int]]) -> Tensor:

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
     from headrace.engine.native.step import Runner, Slots
-    from headrace.engine.request import Request
+    from headrace.engine.request import HeldAdapter, Request
     from headrace.records import Array
 
-    PrefixKey = tuple[tuple[str, int] | None, bytes]
-    """Where a rollout was forked, if it was, and its token ids: requests for which both are equal share their KV blocks."""
+    PrefixKey = tuple[tuple[str, int] | None, bytes, bool, int]
+    """Where a rollout was forked, if it was, its token ids, whether it is shaped, and the adapter it holds: requests with equal
+    keys share their KV blocks."""
 
 _KEEP_SECONDS = 0.25  # slots are kept this long for aborted rollouts: many times their round trip to the launcher
 
@@ -109,7 +110,11 @@ class Scheduler:
         """Give every decoding slot a block for its next token; returns those that have one."""
         slots = self.slots
         reached = slots.length + slots.in_flight
-        active = np.flatnonzero(self._is_decoding & (reached < slots.limit))
+        is_active = self._is_decoding & (reached < slots.limit)
+        if slots.shapers:  # their logits depend on the token in flight
+            shaped = list(slots.shapers)
+            is_active[shaped] &= slots.in_flight[shaped] == 0
+        active = np.flatnonzero(is_active)
         needed = (reached[active] - 1) // self.block_size + 1
         short = active[needed > self._num_blocks_of[active]]
         for slot in short[np.argsort(self._turn[short])].tolist():
@@ -159,7 +164,8 @@ class Scheduler:
             return False
         rollout, saved = request.rollout, request.saved
         token_ids = rollout.token_ids if saved is None else np.concatenate([rollout.token_ids, saved.token_ids])
-        key = rollout.parent, token_ids.tobytes()  # a fork may reuse KV blocks of older weights, so its parent counts
+        # A fork may reuse KV blocks of older weights, so its parent counts; shaped requests may run on another runner.
+        key = rollout.parent, token_ids.tobytes(), request.shaping is not None, id(request.held)
         leader = self._leaders.get(key)
         if leader is not None and len(leader.followers) + 1 < self._max_sampled:
             is_placed = self._follow(request, leader, len(token_ids), reserve)
@@ -209,6 +215,8 @@ class Scheduler:
     def _cached_prefix(self, request: Request, token_ids: Array) -> tuple[list[int], int, int | None, Hashable]:
         """(blocks to share, tokens they and the block to copy cover, block to copy, number of the last in the cache)."""
         size, most = self.block_size, len(token_ids) - 1  # the last token is computed again: it predicts the next
+        if request.held is not None:  # what is cached is of newer weights
+            return [], 0, None, None
         if request.rollout.parent is not None:
             parent, at = request.rollout.parent
             computed = self._computed_tokens(parent)
@@ -299,6 +307,8 @@ class Scheduler:
             self.pins.keep(request.rollout.id, Computed(self.slots.tokens[slot, :computed].copy(), blocks, computed))
         self._stop_computing(request)
         del self.running[slot]
+        self.slots.shapers.pop(slot, None)
+        self.slots.held.pop(slot, None)
         self._is_decoding[slot] = False
         self.slots.epoch[slot] += 1
         self.slots.in_flight[slot] = 0
@@ -328,7 +338,8 @@ class Scheduler:
         slots, slot = self.slots, request.slot
         part = slot, slice(len(request.rollout) + skip, int(slots.length[slot]) if slot >= 0 else 0)
         arrays = (slots.tokens[part].copy(), slots.logprobs[part].copy(), slots.versions[part].copy())
-        return SampledTokens(*arrays, request.masks[skip:])
+        entropies = None if slots.entropies is None else slots.entropies[part].copy()
+        return SampledTokens(*arrays, request.masks[skip:], entropies)
 
     def computed(self, request: Request) -> int:
         """How many tokens' keys and values are in its blocks: while decoding, all but the last sampled."""
@@ -337,6 +348,14 @@ class Scheduler:
         return int(self.slots.length[request.slot]) - 1 if self._is_decoding[request.slot] else request.computed
 
     # Weights
+
+    def hold(self, held: HeldAdapter) -> None:
+        """Let the started requests keep the adapter they run, if they do not keep an older one."""
+        for request in self.started():
+            if request.held is None:
+                request.held = held
+                if request.slot >= 0:
+                    self.slots.held[request.slot] = held
 
     def new_weights(self, root: Hashable) -> None:
         """Empty the prefix cache; blocks of running rollouts, which now mix versions, never enter it."""

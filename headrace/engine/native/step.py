@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.engine.native.blocks import SCRATCH
+from headrace.engine.native.shaping import Shaper
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from headrace.engine.native.cuda.graphs import GraphCapture
-    from headrace.engine.request import Request
+    from headrace.engine.request import HeldAdapter, Request
+    from headrace.engine.shaping import TopLogprobs
     from headrace.records import Array
 
 
@@ -65,15 +69,18 @@ class StepOutput:
     token_ids: Array  # -1 where the rollout had already ended
     logprobs: Array
     masks: list[Array] | None  # a row of a `SamplingMask` each, if some row needs one
+    tops: dict[int, TopLogprobs] = field(default_factory=dict)  # by row, where they are wanted
+    entropies: Array | None = None  # of the distributions sampled from, if they are recorded
 
 
 class Slots:
     """One row per rollout being generated, in flat arrays: a step's bookkeeping is a few vector operations."""
 
-    def __init__(self, *, slots: int, context: int, blocks: int) -> None:
+    def __init__(self, *, slots: int, context: int, blocks: int, records_entropy: bool = False) -> None:
         self.tokens = np.zeros((slots, context), dtype=np.int32)
         self.logprobs = np.zeros((slots, context), dtype=np.float32)
         self.versions = np.zeros((slots, context), dtype=np.int32)
+        self.entropies = np.zeros((slots, context), dtype=np.float32) if records_entropy else None
         self.length = np.zeros(slots, dtype=np.int64)
         self.limit = np.zeros(slots, dtype=np.int64)  # the length at which the call ends
         self.floor = np.zeros(slots, dtype=np.int64)  # the length below which no stop token may be sampled
@@ -84,8 +91,22 @@ class Slots:
         self.is_watched = np.zeros(slots, dtype=bool)  # every token is looked at: for a stream, a sampling mask or stop strings
         self.is_truncated = np.zeros(slots, dtype=bool)  # by top-k, top-p or min-p
         self.needs_mask = np.zeros(slots, dtype=bool)
+        self.shapers: dict[int, Shaper] = {}  # of the slots that have one; their next step waits until none is in flight
+        self.held: dict[int, HeldAdapter] = {}  # of the slots whose requests keep an older version of the adapter
         self.in_flight = np.zeros(slots, dtype=np.int64)  # tokens of steps launched and not yet collected
         self.epoch = np.zeros(slots, dtype=np.int64)  # counts a slot's rollouts: tokens sampled for an earlier one are dropped
+
+    def find_shapers(self, slots: Array) -> Iterator[tuple[int, int, Shaper]]:
+        """(row, slot, shaper) of each row that has one."""
+        return ((row, slot, self.shapers[slot]) for row, slot in enumerate(slots.tolist()) if slot in self.shapers)
+
+    def versions_of(self, slots: Array, *, newest: int) -> Array:
+        """The version of the weights that each of these slots runs."""
+        versions = np.full(len(slots), newest, dtype=np.int32)
+        for row, slot in enumerate(slots.tolist()) if self.held else ():
+            if slot in self.held:
+                versions[row] = self.held[slot].version
+        return versions
 
     def is_restricted(self, slots: Array) -> Array:
         """Which slots cannot sample every token next: truncated, or too early for a stop token."""
@@ -100,11 +121,18 @@ class Slots:
         self.tokens[slot, :length] = token_ids
         if saved is not None:
             self.logprobs[slot, start:length], self.versions[slot, start:length] = saved.logprobs, saved.versions
+            if self.entropies is not None:
+                self.entropies[slot, start:length] = saved.entropies
         self.length[slot], self.limit[slot] = length, min(self.tokens.shape[1], start + sampling.max_tokens)
         self.floor[slot] = start + sampling.min_tokens if sampling.stop_ids else 0
         self.seed[slot], self.in_flight[slot] = sampling.seed, 0
         self.epoch[slot] += 1
-        self.sampling[slot] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        truncation = (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.temperature else (0, 1, 0)
+        self.sampling[slot] = (sampling.temperature, *truncation)
+        if request.held is not None:
+            self.held[slot] = request.held
+        if request.shaping is not None:
+            self.shapers[slot] = Shaper(request, request.shaping)
         self.is_truncated[slot] = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
         self.needs_mask[slot] = sampling.needs_mask
         self.is_watched[slot] = request.on_tokens is not None or sampling.needs_mask or bool(sampling.stop)

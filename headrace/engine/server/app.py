@@ -17,8 +17,10 @@ from headrace.engine.protocol import PromptTooLong, UnusablePrompt
 from headrace.engine.server.address import is_loopback
 from headrace.engine.server.body import ApiError, Body, bad, check_token_ids, shown
 from headrace.engine.server.completion import Completion
+from headrace.engine.server.grammar import Grammars
 from headrace.engine.server.metrics import Metrics
 from headrace.engine.server.requests import MAX_CHOICES, CompletionRequest
+from headrace.engine.shaping import GrammarError
 from headrace.errors import in_words
 from headrace.partial import Interrupt
 from headrace.records import Rollout
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
-    from headrace.engine.protocol import Engine, EngineState
+    from headrace.engine.protocol import EngineState, ServedEngine
+    from headrace.engine.request import HeldAdapter
     from headrace.engine.server.text import ServedModel
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -52,7 +55,7 @@ class CompletionServer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServedEngine,
         served: ServedModel,
         *,
         api_token: str | None = None,
@@ -69,6 +72,7 @@ class CompletionServer:
         self._api_token, self._control_token, self._host = api_token, control_token, host
         self._num_choices, self._max_choices = 0, max_choices
         self._health_deadline, self._stall_deadline = health_deadline, stall_deadline
+        self._grammars = Grammars(served)
         self._in_flight: set[Completion] = set()
         self._ended: ApiError | None = None  # why requests are no longer answered
         self._is_paused = False
@@ -192,8 +196,11 @@ class CompletionServer:
         is_chat = request.path == "/v1/chat/completions"
         with self._admitted(1):  # bodies are bounded in number too
             parsed = CompletionRequest(await read_body(request), self._served, is_chat=is_chat)
+            if parsed.grammar is not None:
+                grammar = await self._grammars.compile(parsed.grammar)
+                parsed.shaping = dataclasses.replace(parsed.shaping, grammar=grammar)
         with self._admitted(len(parsed.prompts) * parsed.num_choices):
-            scores = await self._logprobs(parsed.prompts) if parsed.echo and parsed.logprobs else ()
+            scores = await self._logprobs(parsed.prompts, parsed.held) if parsed.echo and parsed.logprobs else ()
             if self._ended is not None:
                 raise self._ended
             completion = Completion(parsed, self._served, prompt_logprobs=scores)
@@ -246,14 +253,17 @@ class CompletionServer:
         return response
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        """A list of the one model there is, or that model by its name."""
-        name, context = self._served.model_name, self._served.context
-        card = {"id": name, "object": "model", "created": self._started, "owned_by": "headrace", "max_model_len": context}
+        """A list of the model and its adapters, or one of them by its name."""
+        served = self._served
+        card = {"object": "model", "created": self._started, "owned_by": "headrace", "max_model_len": served.context}
+        cards = {name: {"id": name, **card} for name in served.names}
+        for name in served.adapters:
+            cards[name]["parent"] = served.model_name
         if "name" not in request.match_info:
-            return web.json_response({"object": "list", "data": [card]})
-        if request.match_info["name"] != name:
+            return web.json_response({"object": "list", "data": list(cards.values())})
+        if request.match_info["name"] not in cards:
             raise ApiError(404, "this model is not served here", param="model", code="model_not_found")
-        return web.json_response(card)
+        return web.json_response(cards[request.match_info["name"]])
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -270,10 +280,11 @@ class CompletionServer:
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=self._metrics.render(state).encode(), headers=headers)
 
-    async def _logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
+    async def _logprobs(self, sequences: Sequence[Sequence[int]], held: HeldAdapter | None = None) -> list[list[float | None]]:
         """The logprob of each token given those before it, at temperature 1; None for the first."""
         rollouts = [Rollout.from_prompt(list(ids), id=f"score-{index}") for index, ids in enumerate(sequences)]
-        return [[None, *values[1:].tolist()] for values in await self._engine.score(rollouts)]
+        scores = self._engine.score(rollouts) if held is None else self._engine.score(rollouts, held=held)
+        return [[None, *values[1:].tolist()] for values in await scores]
 
     # What only the holder of the control token may ask
 
@@ -283,7 +294,8 @@ class CompletionServer:
     async def _pause(self, request: web.Request) -> web.StreamResponse:
         """Stop decoding; with `drain`, answers once rollouts in flight have finished."""
         body = await read_body(request)
-        interrupt, choices = body.take("interrupt", default="keep"), [choice.value for choice in Interrupt]
+        interrupt = body.take("interrupt", default="keep")
+        choices = [choice.value for choice in Interrupt if choice is not Interrupt.LEASE]  # nothing is trained here
         body.end()
         if interrupt not in choices:
             raise bad("interrupt", f"must be one of {', '.join(choices)}")
@@ -334,6 +346,8 @@ def explain(error: Exception) -> ApiError:
     if isinstance(error, UnusablePrompt):
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
         return ApiError(400, str(error), param="prompt", code=code)
+    if isinstance(error, GrammarError):
+        return ApiError(400, f"the grammar cannot be followed: {error}", code="grammar_failed")
     _log.error("a request failed", exc_info=error)
     return ApiError(500, f"the server failed: {type(error).__name__}")
 

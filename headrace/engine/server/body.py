@@ -68,10 +68,11 @@ class Body:
             raise bad(name, f"must be between {low} and {high}")
         return kind(value)
 
-    def end(self, neutral: Mapping[str, Collection[Any]] | None = None) -> None:
-        """Refuse the fields that are left, except `neutral` ones with a value that requests nothing; `...` stands for any."""
-        for name, value in self._left.items():
-            values = (neutral or {}).get(name)
+    def end(self, neutral: Mapping[str, Collection[Any]] | None = None, *, within: str = "") -> None:
+        """Refuse the fields that are left, except `neutral` ones with a value that requests nothing; `...` stands for any.
+        `within` is the parameter whose fields these are."""
+        for field, value in self._left.items():
+            name, values = f"{within}.{field}" if within else field, (neutral or {}).get(field)
             if values is None:
                 raise bad(shown(name), "is not a parameter this server knows", code="unknown_parameter")
             is_neutral = any(value is each or (value == each and not isinstance(value, bool)) for each in values)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.engine.server.body import ApiError, bad, check, read_json, shown, unsupported
 from headrace.engine.server.text import encode_prompt
 from headrace.engine.server.tool_calls import CLOSES, OPENS
+from headrace.records import NOT_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     Objects = list[dict[str, Any]]
 
-_RESERVED = ("chat_template", "conversation", "documents", "return_dict", "return_tensors", "tokenize", "tools")
+_RESERVED = (*NOT_VARIABLES, "documents")
 _MANY = 2**31
 
 
@@ -151,7 +152,7 @@ def _tools(body: Body) -> Objects:
             raise bad(f"tools[{index}].function.name", f"{shown(name)!r} is the name of another tool already")
     choice = body.take("tool_choice", default="auto")
     if choice == "required" or isinstance(choice, dict):
-        raise unsupported("tool_choice", 'a call cannot be forced, since decoding is not constrained; give "auto" or "none"')
+        raise unsupported("tool_choice", 'a call cannot be forced by this server; give "auto" or "none"')
     if choice not in ("auto", "none"):
         raise bad("tool_choice", 'must be "auto" or "none"')
     return tools if choice == "auto" else []
@@ -163,7 +164,7 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
     for key in tool.keys() - {"type", "function"}:
         raise bad(shown(f"{name}.{key}"), "is not a field this server knows", code="unknown_parameter")
     if given.get("strict") not in (None, False):
-        message = "arguments cannot be held to a schema, since decoding is not constrained; leave it out"
+        message = "arguments of calls cannot be held to a schema by this server; leave it out"
         raise unsupported(f"{name}.function.strict", message)
     function = {key: value for key, value in given.items() if value is not None and key != "strict"}
     check(function.get("description", ""), str, f"{name}.function.description")

@@ -20,10 +20,13 @@ from headrace.records import Call, FinishReason, Rollout
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from headrace.engine.protocol import Engine
+    from headrace.engine.protocol import ServedEngine
     from headrace.engine.server.requests import CompletionRequest
     from headrace.engine.server.text import ServedModel
+    from headrace.engine.shaping import TopLogprobs
     from headrace.records import Sampling
+
+    Token = tuple[int, float, int, TopLogprobs]
 
 
 class Completion:
@@ -42,7 +45,7 @@ class Completion:
         if request.is_chat:
             kind = "chat.completion.chunk" if request.stream else "chat.completion"
         name = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": served.model_name}
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
         if request.is_chat and request.return_token_ids:
             self._head["prompt_token_ids"] = list(request.prompts[0])
 
@@ -50,7 +53,7 @@ class Completion:
         """End the request with this error."""
         self._ready.put_nowait(error)
 
-    async def choices(self, engine: Engine) -> AsyncGenerator[dict[str, Any], None]:
+    async def choices(self, engine: ServedEngine) -> AsyncGenerator[dict[str, Any], None]:
         """OpenAI's choices as they end; of a stream, what is added to each. Closing the generator cancels the rest."""
         tasks = [asyncio.create_task(self._generate(engine, choice)) for choice in self._choices]
         try:
@@ -78,17 +81,24 @@ class Completion:
             answer["usage"] = None
         return answer
 
-    async def _generate(self, engine: Engine, choice: Choice) -> None:
+    async def _generate(self, engine: ServedEngine, choice: Choice) -> None:
         """One choice, resumed whenever new weights interrupt it. Waits for the engine's increments; what is put into the queue
         wakes the reader of `choices`."""
-        is_streamed = self.request.stream or bool(self.request.stops)
+        request = self.request
+        is_streamed = request.stream or bool(request.stops)
         try:
             if self.request.is_scored_only:
                 choice.add(Increment((), (), (), FinishReason.LENGTH))
                 self._ready.put_nowait(choice.take())
             while choice.finish_reason is None:
                 rollout, sampling = choice.rest()
-                parts = engine.stream(rollout, sampling) if is_streamed else _generated(engine, rollout, sampling)
+                if request.held is not None:
+                    shaping = request.shaping if request.is_shaped else None
+                    parts = engine.stream(rollout, sampling, shaping=shaping, held=request.held)
+                elif request.is_shaped:
+                    parts = engine.stream(rollout, sampling, shaping=request.shaping)
+                else:
+                    parts = engine.stream(rollout, sampling) if is_streamed else _generated(engine, rollout, sampling)
                 async with contextlib.aclosing(cast("AsyncGenerator[Increment, None]", parts)) as increments:
                     async for increment in increments:
                         choice.add(increment)
@@ -100,7 +110,7 @@ class Completion:
             self.fail(error)
 
 
-async def _generated(engine: Engine, rollout: Rollout, sampling: Sampling) -> AsyncGenerator[Increment, None]:
+async def _generated(engine: ServedEngine, rollout: Rollout, sampling: Sampling) -> AsyncGenerator[Increment, None]:
     """A call as one increment: the engine sends all tokens in one message."""
     longer = await engine.generate(rollout, sampling)
     token_ids, logprobs, versions = (
@@ -117,7 +127,7 @@ class Choice:
     ) -> None:
         which, sibling = divmod(index, request.num_choices)
         self.finish_reason: FinishReason | None = None
-        self.tokens: list[tuple[int, float, int]] = []  # sampled so far, with their logprobs and versions
+        self.tokens: list[Token] = []  # sampled so far, with their logprobs, versions and alternatives
         self._num_taken = 0  # of these, by `take`
         self._index, self._prompt = index, request.prompts[which]
         self._sampling = request.sampling_of(self._prompt, sibling, served.context)
@@ -147,7 +157,7 @@ class Choice:
         rollout = Rollout.from_prompt(list(self._prompt), id=uuid.uuid4().hex, index=self._index)
         if num_done:
             start, now = len(rollout), time.time()
-            token_ids, logprobs, versions = zip(*self.tokens, strict=True)
+            token_ids, logprobs, versions, _ = zip(*self.tokens, strict=True)
             call = Call(
                 start=start,
                 stop=start + num_done,
@@ -192,7 +202,8 @@ class Choice:
             self._calls += calls
             self._num_calls += len(calls)
         self._text += text
-        self.tokens += list(zip(part.token_ids, part.logprobs, part.versions, strict=True))[:num_used]
+        tops = part.top_logprobs or ((),) * len(part.token_ids)
+        self.tokens += list(zip(part.token_ids, part.logprobs, part.versions, tops, strict=True))[:num_used]
 
     @property
     def has_news(self) -> bool:
@@ -209,8 +220,8 @@ class Choice:
         if request.return_token_ids:
             if self._is_first:
                 choice["prompt_token_ids"] = list(self._prompt)
-            choice["token_ids"] = [token for token, _, _ in fresh]
-            choice["versions"] = [version for _, _, version in fresh]
+            choice["token_ids"] = [token for token, _, _, _ in fresh]
+            choice["versions"] = [version for _, _, version, _ in fresh]
         if request.is_chat:
             choice["delta" if request.stream else "message"] = self._message()
             choice["logprobs"] = {"content": self._chat_logprobs(fresh)} if request.logprobs else None
@@ -231,30 +242,45 @@ class Choice:
             message["tool_calls"] = self._calls
         return message
 
-    def _completion_logprobs(self, fresh: Sequence[tuple[int, float, int]]) -> dict[str, Any]:
-        """`top_logprobs` is null: only the sampled token's logprob is recorded."""
+    def _completion_logprobs(self, fresh: Sequence[Token]) -> dict[str, Any]:
+        """`top_logprobs` has each token that was sampled too, as OpenAI's has; it is null if none were asked for."""
         is_echo = self._request.echo and self._is_first
         prompt = zip(self._prompt, self._prompt_logprobs, strict=True) if is_echo else ()
-        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}
-        for token, value in (*prompt, *((token, value) for token, value, _ in fresh)):
-            found["tokens"].append(self._token_name(token, self._decode([token], skip_special=False)))
+        num_top = self._request.shaping.top_logprobs
+        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if num_top else None, "text_offset": []}
+        for token, value, top in (*((*each, None) for each in prompt), *map(self._reported, fresh)):
+            name = self._token_name(token)
+            found["tokens"].append(name)
             found["token_logprobs"].append(value)
+            if num_top:  # of tokens with the same text the likeliest counts
+                likeliest = {self._token_name(other): logprob for other, logprob in reversed(top or ())}
+                found["top_logprobs"].append(None if top is None else {**likeliest, name: value})
             found["text_offset"].append(self._offset)
             self._offset += len(self._decode([token]))
         return found
 
-    def _chat_logprobs(self, fresh: Sequence[tuple[int, float, int]]) -> list[dict[str, Any]]:
+    def _chat_logprobs(self, fresh: Sequence[Token]) -> list[dict[str, Any]]:
         entries = []
-        for token, value, _ in fresh:
-            text = self._decode([token], skip_special=False)
-            # Part of a character has no text of its own
-            characters = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-            name = self._token_name(token, text)
-            entries.append({"token": name, "logprob": value, "bytes": characters, "top_logprobs": []})
+        for token, value, top in map(self._reported, fresh):
+            others = [self._chat_entry(*each) for each in top]
+            entries.append({**self._chat_entry(token, value), "top_logprobs": others})
         return entries
 
-    def _token_name(self, token: int, text: str) -> str:
-        return f"token_id:{token}" if self._request.return_tokens_as_token_ids else text
+    def _chat_entry(self, token: int, value: float) -> dict[str, Any]:
+        text = self._decode([token], skip_special=False)
+        # Part of a character has no text of its own
+        characters = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": self._token_name(token, text), "logprob": value, "bytes": characters}
+
+    def _reported(self, token: Token) -> tuple[int, float, TopLogprobs]:
+        """(token id, logprob, top logprobs). Greedy tokens are certain; beside top logprobs, theirs is at temperature 1 too."""
+        number, value, _, top = token
+        return number, top[0][1] if top and self._sampling.temperature == 0 else value, top
+
+    def _token_name(self, token: int, text: str | None = None) -> str:
+        if self._request.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return self._decode([token], skip_special=False) if text is None else text
 
     def _decode(self, token_ids: Sequence[int], *, skip_special: bool | None = None) -> str:
         skip_special = self._request.skip_special_tokens if skip_special is None else skip_special

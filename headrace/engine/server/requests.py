@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.server.body import ApiError, Body, bad, check, check_token_ids, kind_of, shown, unsupported
 from headrace.engine.server.chat import read_chat
+from headrace.engine.server.grammar import read_grammar
 from headrace.engine.server.text import encode_prompt
 from headrace.engine.server.tool_calls import has_special_markers
+from headrace.engine.shaping import Shaping
 from headrace.records import Sampling
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 1024  # prompts times n in one request
 _MAX_STOPS = 16
+_MAX_TOP = 20  # logprobs with each token
 _SEEDS = 2**63
 
 _UNUSED = (  # about the caller's account or caches
@@ -26,23 +29,18 @@ _UNUSED = (  # about the caller's account or caches
 _NEVER = (
     "allowed_token_ids audio chat_template guided_choice guided_grammar guided_json guided_regex kv_transfer_params "
     "logits_processors mm_processor_kwargs moderation prediction prompt_embeds prompt_logprobs reasoning_effort "
-    "structured_outputs truncate_prompt_tokens verbosity web_search_options"
+    "truncate_prompt_tokens verbosity web_search_options"
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_UNUSED.split(), (...,)),
     **dict.fromkeys(_NEVER.split(), ()),
     "bad_words": ([],),
     "documents": ([],),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "priority": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -56,10 +54,11 @@ class CompletionRequest:
     """The body of `/v1/completions` or `/v1/chat/completions`, read and checked. Flags have the names of the parameters."""
 
     def __init__(self, body: Body, served: ServedModel, *, is_chat: bool) -> None:
-        name = body.take("model", str, served.model_name)
-        if name != served.model_name:
-            message = f"the model {shown(name)!r} is not served here; it is {served.model_name!r}"
+        self.model: str = body.take("model", str, served.model_name)
+        if self.model not in served.names:
+            message = f"the model {shown(self.model)!r} is not served here; it is {' or '.join(map(repr, served.names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        self.held = served.adapters.get(self.model)
         self.is_chat = is_chat
         self.prompt_texts: list[str | None] = []  # as given, if they were text
         self.max_tool_calls = 0  # how many to parse out of a choice's text; with 0, all of it is content
@@ -68,15 +67,18 @@ class CompletionRequest:
             prompt, self.max_tool_calls = read_chat(body, served)
             self.prompts = [prompt]
             self.logprobs: bool = body.take("logprobs", bool, False)
-            if body.number("top_logprobs", 0, low=0, high=20):
-                raise unsupported("top_logprobs", "only the sampled token's logprob is recorded: give 0")
+            num_top = body.number("top_logprobs", 0, low=0, high=_MAX_TOP)
+            if num_top and not self.logprobs:
+                raise bad("top_logprobs", "is only for logprobs = true")
         else:
             self.prompts, self.prompt_texts = _prompts(body, served)
             self.echo = body.take("echo", bool, False)
-            logprobs = body.take("logprobs")
-            if logprobs is not None and (type(logprobs) is not int or logprobs not in (0, 1)):
-                raise unsupported("logprobs", "must be 0 or 1: only the sampled token's logprob is recorded")
-            self.logprobs = logprobs is not None
+            given = body.take("logprobs", int)
+            self.logprobs, num_top = given is not None, given or 0
+            if not 0 <= num_top <= _MAX_TOP:
+                raise bad("logprobs", f"must be between 0 and {_MAX_TOP}")
+            if self.echo and num_top > 1:
+                raise unsupported("logprobs", "must be 0 or 1 with echo: of a prompt's tokens only their own logprob is known")
         self.num_choices = body.number("n", 1, low=1, high=MAX_CHOICES)  # per prompt
         if self.num_choices * len(self.prompts) > MAX_CHOICES:
             raise bad("n", f"{len(self.prompts)} prompts × {self.num_choices} choices: at most {MAX_CHOICES} in one request")
@@ -84,7 +86,13 @@ class CompletionRequest:
             raise unsupported("best_of", "is not supported by this server; ask for n choices")
         max_tokens = self._max_tokens(body, served)
         self.is_scored_only = max_tokens == 0  # only the prompt's logprobs are wanted
-        self.sampling = _sampling(body, served, max_tokens=min(max(1, max_tokens), served.context))
+        self.ignore_eos: bool = body.take("ignore_eos", bool, False)
+        most = min(max(1, max_tokens), served.context)
+        self.sampling = _sampling(body, served, max_tokens=most, ignore_eos=self.ignore_eos)
+        self.shaping = _shaping(body, served, num_top=num_top)
+        self.grammar = read_grammar(body)
+        if self.grammar is not None:
+            self._check_grammar(self.grammar.param)
         self.stops = _stops(body.take("stop"))
         self.stream: bool = body.take("stream", bool, False)
         options = body.take("stream_options")
@@ -113,6 +121,20 @@ class CompletionRequest:
                 message = f"the prompt has {length} tokens; the context is {served.context}, and one must be left to generate"
                 raise ApiError(400, message, param=name, code="context_length_exceeded")
         return max_tokens
+
+    def _check_grammar(self, param: str) -> None:
+        """Only a stop token ends a grammar, so nothing may forbid or ignore one."""
+        if self.max_tool_calls:
+            raise unsupported(param, "is not supported together with tools; give tool_choice = none")
+        if self.sampling.min_tokens:
+            raise bad(param, "and min_tokens exclude each other: the grammar decides when an answer is complete")
+        if self.ignore_eos:
+            raise bad(param, "and ignore_eos exclude each other: a stop token ends what is complete")
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether it asks for more than `Sampling` offers."""
+        return self.shaping != Shaping()
 
     def sampling_of(self, prompt: tuple[int, ...], sibling: int, context: int) -> Sampling:
         """The sampling of one choice: its own seed, and as many tokens as the context has room for."""
@@ -145,14 +167,14 @@ def _prompts(body: Body, served: ServedModel) -> tuple[list[tuple[int, ...]], li
     return prompts, [entry if isinstance(entry, str) else None for entry in entries]
 
 
-def _sampling(body: Body, served: ServedModel, *, max_tokens: int) -> Sampling:
+def _sampling(body: Body, served: ServedModel, *, max_tokens: int, ignore_eos: bool) -> Sampling:
     temperature = body.number("temperature", 1.0, low=0, high=100)
     if 0 < temperature < 0.01:
         raise bad("temperature", "must be 0, which is greedy, or at least 0.01")
     top_k = body.number("top_k", 0, low=-1, high=_SEEDS)
     given = body.take("stop_token_ids", list, [], "a list of token ids")
     stop_ids = {*check_token_ids(given, "stop_token_ids", vocabulary=served.vocabulary)}
-    if not body.take("ignore_eos", bool, False):
+    if not ignore_eos:
         stop_ids |= set(served.stop_ids)
     min_tokens = body.number("min_tokens", 0, low=0, high=_SEEDS)
     if min_tokens > max_tokens:
@@ -172,6 +194,26 @@ def _sampling(body: Body, served: ServedModel, *, max_tokens: int) -> Sampling:
     except ValueError as error:  # "sampling.top_p = 0: must be in (0, 1]"
         message = str(error).removeprefix("sampling.")
         raise ApiError(400, message, param=message.split(" ")[0]) from error
+
+
+def _shaping(body: Body, served: ServedModel, *, num_top: int) -> Shaping:
+    bias: dict[int, float] = {}
+    for token, value in body.take("logit_bias", dict, {}).items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < served.vocabulary):
+            raise bad("logit_bias", f"{shown(token)!r} is not a token id of the vocabulary of {served.vocabulary}")
+        if not -100 <= check(value, float, "logit_bias", "numbers by token id") <= 100:
+            raise bad("logit_bias", "must be between -100 and 100")
+        bias[int(token)] = float(value)
+    repetition = body.number("repetition_penalty", 1.0, low=0, high=100)
+    if repetition < 0.01:
+        raise bad("repetition_penalty", "must be at least 0.01; 1 changes nothing")
+    return Shaping(
+        logit_bias=tuple(bias.items()),
+        repetition_penalty=repetition,
+        frequency_penalty=body.number("frequency_penalty", 0.0, low=-2, high=2),
+        presence_penalty=body.number("presence_penalty", 0.0, low=-2, high=2),
+        top_logprobs=num_top,
+    )
 
 
 def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401

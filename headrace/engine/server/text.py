@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.server.body import ApiError, bad
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
+
+    from headrace.engine.request import HeldAdapter
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BEFORE = 5  # prompt tokens decoded with the completion: some tokenizers drop a space at the start of a text
@@ -31,6 +33,12 @@ class ServedModel:
     """Number of token ids."""
     stop_ids: tuple[int, ...]
     """End a completion unless `ignore_eos`."""
+    adapters: Mapping[str, HeldAdapter] = field(default_factory=dict)
+    """Of the model, by the names that requests give instead of its own."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.model_name, *self.adapters
 
     @functools.cached_property
     def max_characters(self) -> int:

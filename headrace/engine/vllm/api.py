@@ -30,6 +30,7 @@ _LONGEST_LINE = 64 << 20  # bytes of a stream's event: those with the whole voca
 _MISSING = 1e-3  # the most probability that may lie outside a sampling mask before it counts as incomplete
 _LOST = -9998.0  # vLLM writes -9999 for minus infinity and for NaN
 _GENERATE = "/inference/v1/generate"
+_LOAD_ADAPTER = "/v1/load_lora_adapter"
 
 
 class VllmError(RuntimeError):
@@ -41,7 +42,7 @@ class VllmRefused(VllmError):
 
 
 class MaskIncomplete(VllmRefused):
-    """More tokens could have been sampled than came with their logprobs."""
+    """It is not known which tokens could have been sampled."""
 
 
 class VllmGone(VllmError):
@@ -54,8 +55,9 @@ class Piece:
 
     token_ids: list[int]
     logprobs: list[float]
-    masks: list[Array] | None = None
-    """For each token, the ids that could have been sampled, if candidates were requested."""
+    masks: list[Array | None] | None = None
+    """For each token, the ids that could have been sampled, if candidates were requested; None if there may be more of them
+    than candidates. That depends on the tokens before it alone, never on the one sampled."""
     finish: str | None = None
     """`stop`, `length`, `abort`; None while more may come."""
     spans: Sequence[tuple[str, int, int]] = ()
@@ -117,12 +119,21 @@ class VllmApi:
     # Generation
 
     async def generate(
-        self, token_ids: list[int], sampling: Sampling, *, max_tokens: int, salt: str, num_candidates: int, every: int = 1
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        salt: str,
+        num_candidates: int,
+        every: int = 1,
+        adapter: str = "",
     ) -> AsyncGenerator[Piece, None]:
         """One call, piece by piece. Only calls with the same `salt` share cached prefixes. `num_candidates` of the likeliest
         tokens come with each token, to tell which could have been sampled. Pieces after the first have `every` tokens; releases
-        before 0.27 only do one."""
+        before 0.27 only do one. `adapter` is the name of one that was loaded."""
         body: dict[str, Any] = {
+            **_model(adapter),
             "token_ids": token_ids,
             "stream": True,
             "cache_salt": salt,
@@ -132,7 +143,7 @@ class VllmApi:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
                 "max_tokens": max_tokens,
-                "min_tokens": min(sampling.min_tokens, max_tokens),
+                "min_tokens": min(sampling.min_tokens, max_tokens) if sampling.stop_ids else 0,  # vLLM adds the model's own
                 "stop_token_ids": list(sampling.stop_ids),
                 "ignore_eos": True,
                 "seed": sampling.seed,
@@ -149,17 +160,19 @@ class VllmApi:
                 if "error" in message:  # of this call alone, or the end of the server
                     raise self._error(_GENERATE, message["error"].get("code", 500), message)
                 for choice in message["choices"]:
-                    piece = self._piece(choice, has_masks=num_candidates > 0)
+                    piece = self._piece(choice, num_candidates=num_candidates)
                     finish = piece.finish or finish
                     yield piece
         if finish is None:  # releases before 0.28 end the stream of an aborted call without saying so
             yield Piece([], [], finish="abort")
 
-    async def prompt_logprobs(self, token_ids: list[int], *, salt: str, whole: bool) -> tuple[Array, list[dict[int, float]]]:
+    async def prompt_logprobs(
+        self, token_ids: list[int], *, salt: str, whole: bool, adapter: str = ""
+    ) -> tuple[Array, list[dict[int, float]]]:
         """([tokens] float32 under the model's own distribution, the first 0; with `whole`, all logprobs for each token after
         it)."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": -1 if whole else 0, "detokenize": False}
-        body = {"token_ids": token_ids, "cache_salt": salt, "sampling_params": sampling}
+        body = {**_model(adapter), "token_ids": token_ids, "cache_salt": salt, "sampling_params": sampling}
         async with self._call("POST", _GENERATE, body=body, seconds=_SCORE_SECONDS) as answer:
             rows = (await answer.json())["prompt_logprobs"][1:]
             told = [{int(token): float(entry["logprob"]) for token, entry in row.items()} for row in rows]
@@ -187,6 +200,14 @@ class VllmApi:
         """Load the weights of a saved model. Only while it is paused."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self._post("/collective_rpc", body, seconds=_UPDATE_SECONDS)
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter beside those it has. It may sample meanwhile."""
+        await self._post(_LOAD_ADAPTER, {"lora_name": name, "lora_path": folder}, seconds=_UPDATE_SECONDS)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. The server frees its memory when another one needs it."""
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def init_transfer(self, told: Mapping[str, Any]) -> None:
         """Tell it how weights will come. Called once, before the first update."""
@@ -248,34 +269,46 @@ class VllmApi:
         """From an error's body: plain text, or one of the shapes vLLM wraps it in."""
         while isinstance(message, dict):
             message = next((message[key] for key in ("error", "detail", "message") if key in message), str(message))
-        kind = VllmRefused if 400 <= status < 500 else VllmGone
+        is_lost = (path, status) == (_GENERATE, 404)  # a call's adapter: the server is not the one that loaded it
+        is_refusal = (400 <= status < 500 and not is_lost) or path == _LOAD_ADAPTER  # 500 says that it cannot use the adapter
+        kind = VllmRefused if is_refusal else VllmGone
         return kind(f"{self._where(path)}: status {status}: {str(message)[:500] or 'it gave no reason'}")
 
-    def _piece(self, choice: Mapping[str, Any], *, has_masks: bool) -> Piece:
+    def _piece(self, choice: Mapping[str, Any], *, num_candidates: int) -> Piece:
         token_ids, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
         if len(content) != len(token_ids):
             raise ValueError(f"{len(token_ids)} tokens and {len(content)} logprobs")
         return Piece(
             token_ids,
             [_logprob(entry) for entry in content],
-            self._masks(content) if has_masks else None,
+            self._masks(content, num_candidates=num_candidates) if num_candidates else None,
             choice["finish_reason"],
             [(str(each["version"]), int(each["start"]), int(each["end"])) for each in choice.get("weight_versions") or ()],
         )
 
-    def _masks(self, content: list[dict[str, Any]]) -> list[Array]:
+    def _masks(self, content: list[dict[str, Any]], *, num_candidates: int) -> list[Array | None]:
         """For each token, those with any probability in the distribution it was sampled from."""
-        masks = []
+        masks: list[Array | None] = []
         for entry in content:
-            candidates = {_id(each): _logprob(each) for each in (entry, *(entry.get("top_logprobs") or ()))}
-            left = {token: logprob for token, logprob in candidates.items() if not math.isnan(logprob)}
-            if not math.isnan(_logprob(entry)) and sum(map(math.exp, left.values())) < 1 - _MISSING:
+            top = {_id(each): _logprob(each) for each in entry.get("top_logprobs") or ()}
+            left = {token: logprob for token, logprob in top.items() if not math.isnan(logprob)}
+            if len(left) >= num_candidates:  # none of them is impossible: perhaps others are possible too
+                masks.append(None)
+                continue
+            left[_id(entry)] = _logprob(entry)
+            mass = sum(map(math.exp, left.values()))
+            if mass < 1 - _MISSING:
                 raise MaskIncomplete(
-                    f"{self._where(_GENERATE)}: more tokens could have been sampled than the {len(left)} that came with their "
-                    f"logprobs; set sampling.top_k to fewer"
+                    f"{self._where(_GENERATE)}: the {len(left)} tokens that came with a logprob have a probability of "
+                    f"{mass:.4f} together, and no others could have been sampled"
                 )
             masks.append(np.asarray(sorted(left), np.int32))
         return masks
+
+
+def _model(adapter: str) -> dict[str, str]:
+    """The field that names an adapter; without it a call is the model's own."""
+    return {"model": adapter} if adapter else {}
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

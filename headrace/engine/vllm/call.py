@@ -4,11 +4,14 @@ A token's version is known in two ways. Weights change while the server is pause
 the time it resumes: so earlier tokens are of the old version, later ones of the new. Some releases report the version of every
 token at the end of a call. Then that counts, and tokens may come several at a time; a call that was cancelled here gets no
 report, and ends before the first token of unknown version.
+
+If adapters are trained, neither is needed: the server samples all of a call's tokens with the adapter that the call names.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -19,8 +22,8 @@ import numpy as np
 from headrace.engine import stop_strings
 from headrace.engine.protocol import Increment, InFlight, NotFinite
 from headrace.engine.request import SampledSince, append_call
-from headrace.engine.vllm.api import VllmGone
-from headrace.records import Call, FinishReason
+from headrace.engine.vllm.api import MaskIncomplete, VllmGone
+from headrace.records import Call, FinishReason, SamplingMask
 
 if TYPE_CHECKING:
     import asyncio
@@ -34,7 +37,10 @@ if TYPE_CHECKING:
 _NOTHING = np.zeros(0, np.int32)
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MIX = 0x9E3779B97F4A7C15
-_TIES = 16  # tokens as likely as the last of the k likeliest, which vLLM keeps too
+TIES = 16  # tokens as likely as the last of the k likeliest, which vLLM keeps too
+_FEW = 64  # candidates to request where any number of tokens may be kept: top-p and min-p of trained models mostly keep fewer
+_WIDER = 16  # times as many, where that was too few
+_SPELL = 8  # tokens to sample with more candidates before a call requests few again
 TOGETHER = 16  # tokens per event, where they need not come one by one: an event costs the same for any number
 
 
@@ -49,11 +55,15 @@ class VllmCall:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._masks: list[Array] = []
+        self.adapter, self._sent_at = "", -1  # the adapter it names, and that one's version
         self._lineage = ""  # of the weights that sampled its first token
+        self._most = min(request.sampling.max_tokens, engine.context - len(request.rollout))
+        self._part_start = 0  # the first of its tokens that the open stream sampled
         self._num_reported = 0
         self._unsure_from: int | None = None  # first token of a piece that mixes versions, until the server tells them apart
         is_read = request.on_tokens is not None or request.is_streamed or bool(request.sampling.stop)
-        self._together = TOGETHER if engine.names_versions and not is_read else 1
+        may_widen = self._num_candidates() and not request.sampling.top_k  # a stream closed early reports no versions
+        self._together = TOGETHER if engine.names_versions and not is_read and not may_widen else 1
         """Tokens requested per piece. With 1, all arrive before weights change; with more, some may be of older weights."""
 
     @property
@@ -62,39 +72,83 @@ class VllmCall:
         return len(self._token_ids) if self._unsure_from is None else self._unsure_from
 
     async def read(self) -> None:
-        """Send it and read its stream to the end; closing the stream, however that comes, ends the call at the server."""
-        engine, rollout, sampling = self._engine, self.request.rollout, self.request.sampling
+        """Send it and read its stream to the end. Where more tokens could have been sampled than candidates came, that token is
+        sampled again with more candidates: as this depends on the tokens before it alone, the distribution stays the same."""
+        engine, few = self._engine, self._num_candidates()
+        self.adapter, self._sent_at = engine.adapter, engine.version
+        if self.adapter:
+            self._lineage = engine.lineage
+        reason, candidates = None, few
+        while reason is None:
+            left = self._most - len(self._token_ids)
+            reason, is_complete = await self._read_part(candidates, left if candidates == few else min(left, _SPELL))
+            if reason is None and engine.is_aborting:
+                reason = FinishReason.ABORT
+            candidates = few if is_complete else min(candidates * _WIDER, engine.vocabulary)
+        self.finish(reason)
+
+    async def _read_part(self, num_candidates: int, max_tokens: int) -> tuple[FinishReason | None, bool]:
+        """Sample up to `max_tokens` more; returns why the call is over, if it is, and whether all masks were complete. Closing
+        the stream, however that comes, ends the call at the server."""
+        engine, sampling, self._part_start = self._engine, self.request.sampling, len(self._token_ids)
+        token_ids = self.request.rollout.token_ids.tolist() + self._token_ids
         pieces = engine.api.generate(
-            rollout.token_ids.tolist(),
+            token_ids,
             # vLLM restarts its random numbers with each call, so a resumed one needs another seed than the one it continues
-            sampling.with_seed((sampling.seed + len(rollout) * _MIX) & ((1 << 63) - 1)),
-            max_tokens=min(sampling.max_tokens, engine.context - len(rollout)),
+            dataclasses.replace(
+                sampling,
+                seed=(sampling.seed + len(token_ids) * _MIX) & ((1 << 63) - 1),
+                min_tokens=max(0, sampling.min_tokens - len(self._token_ids)),
+            ),
+            max_tokens=max_tokens,
             salt=engine.salt,
-            num_candidates=self._num_candidates(),
+            num_candidates=num_candidates,
             every=self._together,
+            adapter=self.adapter,
         )
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 engine.heard(len(piece.token_ids))
-                reason = self._take(piece)
-                if reason is not None:
+                known = self._complete_part(piece, num_candidates)
+                reason = self._take(known)
+                if reason is not None or piece.finish is not None:
                     self._stamp(piece.spans, reason)
-                    self.finish(reason)
-                    return
+                if reason is not None:
+                    return reason, True
                 engine.after_step()
+                if known is not piece:
+                    break
+            else:
+                return None, True
+        if self._unsure_from is not None:
+            raise MaskIncomplete(f"vLLM at {engine.api.url}: more than {num_candidates} tokens could have been sampled")
+        return None, False
 
     def _num_candidates(self) -> int:
-        """Logprobs to request with each token, so that all tokens that could have been sampled are among them."""
-        sampling, vocabulary = self.request.sampling, self._engine.vocabulary
+        """Logprobs to request with each token, so that those that could have been sampled are most often among them."""
+        sampling = self.request.sampling
         if not (sampling.needs_mask and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)):
             return 0
-        return min(sampling.top_k + _TIES if sampling.top_k else vocabulary, vocabulary, self._engine.num_candidates)
+        return min(sampling.top_k + TIES if sampling.top_k else _FEW, self._engine.vocabulary)
+
+    def _complete_part(self, piece: Piece, num_candidates: int) -> Piece:
+        """The piece up to the first token whose mask is incomplete; itself if there is none."""
+        masks = piece.masks if num_candidates < self._engine.vocabulary else None
+        until = next((place for place, mask in enumerate(masks or ()) if mask is None), None)
+        if until is None or masks is None:
+            return piece
+        finish = None if piece.finish in _REASONS else piece.finish  # an aborted call is over all the same
+        return dataclasses.replace(
+            piece, token_ids=piece.token_ids[:until], logprobs=piece.logprobs[:until], masks=masks[:until], finish=finish
+        )
 
     def _take(self, piece: Piece) -> FinishReason | None:
         """Append a piece, up to the end of a stop string; returns why the call is over, if it is."""
-        sampling, version = self.request.sampling, self._engine.version
+        sampling, version = self.request.sampling, self._sent_at if self.adapter else self._engine.version
         reason = None if piece.finish is None else _REASONS.get(piece.finish, FinishReason.ABORT)
         start = len(self._token_ids)
+        if reason is FinishReason.LENGTH and start + len(piece.token_ids) < self._most:  # only of a part
+            reason = None
         is_split = self._together > 1 and len(piece.token_ids) > 1 and start and self._versions[-1] != version
         if is_split and self._unsure_from is None:
             self._unsure_from = start
@@ -120,9 +174,15 @@ class VllmCall:
         """The row of a `SamplingMask` for the position just filled."""
         sampling = self.request.sampling
         if piece.masks is not None:
-            return piece.masks[place]
+            listed = piece.masks[place]
+            if listed is None:  # of a request for the whole vocabulary
+                return _NOTHING
+            if 2 * len(listed) <= self._engine.vocabulary:
+                return listed
+            return SamplingMask.make_row(np.isin(np.arange(self._engine.vocabulary), listed))
         if len(self._token_ids) <= sampling.min_tokens and sampling.stop_ids:
-            return ~np.asarray([stop for stop in sampling.stop_ids if stop < self._engine.vocabulary], np.int32)
+            forbidden = {*sampling.stop_ids, *self._engine.end_ids}
+            return ~np.asarray(sorted(stop for stop in forbidden if stop < self._engine.vocabulary), np.int32)
         return _NOTHING
 
     def _completes_stop(self) -> bool:
@@ -133,13 +193,13 @@ class VllmCall:
         before = rollout.token_ids[first:].tolist()
         return stop_strings.completes(sampling.stop, before + self._token_ids[max(0, first - len(rollout)) :], decode)
 
-    def _stamp(self, spans: Sequence[tuple[str, int, int]], reason: FinishReason) -> None:
-        """Set the versions that the server reports at the end, as `lineage:version`."""
-        if spans and self._engine.names_versions:
+    def _stamp(self, spans: Sequence[tuple[str, int, int]], reason: FinishReason | None) -> None:
+        """Set the versions that the server reports at the end of a stream, as `lineage:version`."""
+        if spans and self._engine.names_versions and not self.adapter:
             for name, start, stop in spans:
                 version = name.rpartition(":")[2]
                 if version.lstrip("-").isdigit():
-                    stop = min(stop, len(self._versions))
+                    start, stop = start + self._part_start, min(stop + self._part_start, len(self._versions))
                     self._versions[start:stop] = [int(version)] * (stop - start)
             self._unsure_from = None
         if self._unsure_from is not None and reason is not FinishReason.ABORT:

@@ -8,6 +8,7 @@ the last piece received.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -17,9 +18,9 @@ from headrace.engine.request import generate, run_to_the_end, stream
 from headrace.engine.vllm.api import VllmError, VllmGone, VllmRefused
 from headrace.engine.vllm.call import TOGETHER, VllmCall
 from headrace.engine.vllm.handover import saved_form
-from headrace.engine.vllm.score import score
+from headrace.engine.vllm.score import MOST_SCORED, score
 from headrace.engine.vllm.server_checks import NAME_VERSION
-from headrace.model import check_order
+from headrace.model import WeightError, adapter_of, check_order
 from headrace.partial import Interrupt
 from headrace.records import FinishReason
 
@@ -58,25 +59,27 @@ class VllmEngine:
         slots: int,
         context: int,
         vocabulary: int,
-        num_candidates: int,
         model: PreTrainedModel,
         staged: StagedWeights,
         sync: WeightSync,
         handover: Handover,
         timeline: Timeline,
         decode: Callable[[list[int]], str] | None = None,
+        end_ids: Sequence[int] = (),
         patience: float = 120.0,
         tells_late: bool = False,
     ) -> None:
-        """`num_candidates` is the most logprobs per token, `staged` where updates of `model` arrive, `patience` the seconds the
-        server may be silent while calls run; `tells_late`: it was started to send several tokens at a time."""
+        """`staged` is where updates of `model` arrive; `end_ids`: the model's own stop tokens, which vLLM forbids with a call's
+        `stop_ids` as long as `min_tokens` does; `patience`: the seconds the server may be silent while calls run; `tells_late`:
+        it was started to send several tokens at a time."""
         self.api, self.name, self.decode = api, name, decode
-        self.num_slots, self.context, self.vocabulary, self.num_candidates = slots, context, vocabulary, num_candidates
+        self.num_slots, self.context, self.vocabulary, self.end_ids = slots, context, vocabulary, end_ids
         self.names_versions = NAME_VERSION.is_in(about)  # it reports the version of every token
         self.version, self.lineage, self.policy = -1, "", ""
         self.after_step: Callable[[], None] = lambda: None
         self.died: Future[None] = Future()  # fails with the reason when the engine can no longer generate
         self._model, self._staged, self._sync = model, staged, sync
+        self._trains = adapter_of(model)  # the adapter, if updates are of one
         self._handover, self._timeline, self._patience = handover, timeline, patience
         self._tells_late = tells_late and not self.names_versions
         self.max_unreported = TOGETHER - 1 if self.names_versions or tells_late else 0
@@ -85,6 +88,7 @@ class VllmEngine:
         self._running: dict[Request, VllmCall] = {}
         self._is_admitting = True  # waiting calls may be sent
         self._is_paused = False  # the server stands still
+        self.is_aborting = False  # running calls end, and send nothing more
         self._is_retracted = False  # running calls wait without a KV cache
         self._has_bad_cache = False  # its KV cache may hold NaN, for good: vLLM multiplies freed blocks by 0, which keeps NaN
         self._turn, self._loading = asyncio.Lock(), asyncio.Lock()  # one at a time: pause, resume and swap; receiving updates
@@ -96,6 +100,11 @@ class VllmEngine:
     def salt(self) -> str:
         """Keeps new calls from using prefixes that older weights cached."""
         return f"{self.lineage}:{self.version}"
+
+    @property
+    def adapter(self) -> str:
+        """What new calls name as their model; empty if all weights are trained."""
+        return self._handover.adapter
 
     async def state(self) -> EngineState:
         running = 0 if self._is_retracted else len(self._running)
@@ -197,9 +206,9 @@ class VllmEngine:
                 )
             if self._is_paused:
                 await self.api.resume()
-            whole = self.num_candidates >= self.vocabulary
-            calls = (score(self.api, rollout, salt=self.salt, may_ask_for_all=whole) for rollout in rollouts)
-            scored.extend(await asyncio.gather(*calls, return_exceptions=True))
+            whole = self.vocabulary <= MOST_SCORED
+            how = functools.partial(score, self.api, salt=self.salt, may_ask_for_all=whole, adapter=self.adapter)
+            scored.extend(await asyncio.gather(*map(how, rollouts), return_exceptions=True))
             if self._is_paused:
                 await self.api.pause("keep")
 
@@ -229,7 +238,7 @@ class VllmEngine:
                 self._raise_if_dead()
                 try:
                     await work()
-                except (EngineDied, Unsupported):
+                except (EngineDied, Unsupported, WeightError):
                     raise
                 except Exception as error:
                     self._die(error)
@@ -247,6 +256,7 @@ class VllmEngine:
             await self._calls_end()
             await self.api.pause("keep")
         elif interrupt is Interrupt.ABORT:
+            self.is_aborting = True
             await self.api.pause("abort")
             await self._calls_end(_END_SECONDS)
             for call in [each for each in self._running.values() if not each.is_over]:  # whose end the server does not report
@@ -255,7 +265,7 @@ class VllmEngine:
         elif not self._is_paused:
             await self.api.pause("keep")
             await self._settle()
-        self._is_paused = True
+        self._is_paused, self.is_aborting = True, False
         if interrupt is Interrupt.RETRACT:
             await self.api.drop_cache()
             self._is_retracted = True
@@ -294,6 +304,13 @@ class VllmEngine:
         """The server keeps running while the update is received and prepared; it pauses only to load it."""
         async with self._loading:
             self._check_told(interrupt)
+            if self._trains is None and interrupt is Interrupt.LEASE:
+                raise Unsupported(f"{self.name}: 'lease' keeps versions of an adapter, and all weights are trained")
+            if self._trains is not None and self._running and interrupt in (Interrupt.KEEP, Interrupt.RETRACT):
+                raise Unsupported(
+                    f"{self.name}: a call at a vLLM server keeps the adapter it began with; interrupt by 'lease', 'abort' or "
+                    f"'drain'"
+                )
             if self._has_bad_cache:
                 self._die(VllmGone(f"vLLM at {self.api.url}: its KV cache holds NaN; it must be restarted"))
             self._raise_if_dead()
@@ -304,25 +321,34 @@ class VllmEngine:
 
     def _receive(self, update: WeightUpdate) -> None:
         check_order(update, lineage=self.lineage, version=self.version)
+        own = None if self._trains is None else self._trains.settings.to_plain()
+        if update.adapter != own:
+            raise WeightError(f"version {update.version}: it is for adapter {update.adapter}, and this engine has {own}")
         self._staged.receive(update, lambda incoming: self._sync.receive(update, incoming))
 
     async def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         await asyncio.to_thread(self._prepare)
-        was_paused = self._is_paused
-        if not was_paused or interrupt is not Interrupt.KEEP:
+        try:
+            await self._handover.offer(self.api)
+        except VllmRefused as error:
+            self._staged.exchange()  # back to what the server has
+            raise WeightError(f"version {update.version}: {error}") from error
+        was_paused, leases = self._is_paused, interrupt is Interrupt.LEASE
+        if not leases and (not was_paused or interrupt is not Interrupt.KEEP):
             await self._pause(interrupt)
         with self._timeline.during("swap"):
             await self._handover.hand_over(self.api)
-            if self.names_versions:
+            if self.names_versions and self._trains is None:
                 await self.api.name_version(f"{update.lineage}:{update.version}")
         self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
-        if not was_paused:
+        if not leases and not was_paused:
             await self._resume()
+        await self._handover.retire(self.api, {call.adapter for call in self._running.values()})
 
     def _prepare(self) -> None:
         """The next update overwrites the weights that the server has now."""
         self._staged.exchange()
-        self._handover.prepare(saved_form(self._model))
+        self._handover.prepare(saved_form(self._model) if self._trains is None else self._staged.arena.views)
 
     # What it cannot do
 

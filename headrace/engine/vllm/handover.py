@@ -2,11 +2,15 @@
 
 The server reads them from a folder, or takes them over its weight-transfer interface: from this process's GPU memory, which it
 opens (`ipc`, where both use the same GPU), or broadcast to its workers' GPUs (`nccl`). It is started for one of these two.
+Adapters go through folders, each version under a name of its own.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import itertools
+import secrets
 import shutil
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -17,6 +21,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.cuda_driver import Bytes
+from headrace.engine.vllm.api import VllmRefused
 from headrace.model import named_tensors
 
 if TYPE_CHECKING:
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.vllm.api import VllmApi
+    from headrace.lora import Adapter
 
     Named = tuple[str, Tensor]
     Tensors = Mapping[str, Tensor]
@@ -56,6 +62,9 @@ def described(tensors: Iterable[Named]) -> dict[str, Any]:
 class Handover:
     """One way to hand over weights. An update's tensors stay unchanged until the next one is prepared."""
 
+    adapter = ""
+    """What new calls must name to use what was handed over last; empty if that is the model itself."""
+
     async def open(self, api: VllmApi, release: str) -> None:
         """Called once, when the server is up; `release` is its vLLM version."""
 
@@ -63,9 +72,15 @@ class Handover:
         """Everything that can be done while the server runs. Blocks; called in a thread."""
         raise NotImplementedError
 
+    async def offer(self, api: VllmApi) -> None:
+        """Have the server load what it can while it runs. Raises `VllmRefused` if it rejects that; nothing has changed then."""
+
     async def hand_over(self, api: VllmApi) -> None:
         """Have the paused server load what was prepared."""
         raise NotImplementedError
+
+    async def retire(self, api: VllmApi, used: set[str]) -> None:
+        """Have the server drop what is neither current nor `used` by calls."""
 
     def close(self) -> None:
         """Free what is held. Blocks."""
@@ -86,6 +101,46 @@ class FolderHandover(Handover):
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class AdapterHandover(FolderHandover):
+    """Each version of an adapter has a folder and a name, and is loaded beside those that calls still use.
+
+    vLLM could also replace an adapter in place, but 0.32 then reads its files again in every step, and for calls that began
+    before, the old ones."""
+
+    def __init__(self, folder: Path, adapter: Adapter, *, base: str) -> None:
+        """`base` is the model that the server serves."""
+        super().__init__(folder)
+        self._write, self._base = adapter.write, base
+        self._names = (f"policy-{secrets.token_hex(4)}-{number}" for number in itertools.count())  # new to any server
+        self._prepared, self._loaded, self._unused = "", list[str](), set[str]()
+
+    def prepare(self, tensors: Tensors) -> None:
+        self._prepared = next(self._names)
+        self._write(self._folder / self._prepared, tensors, base=self._base)
+
+    async def offer(self, api: VllmApi) -> None:
+        try:
+            await api.load_adapter(self._prepared, str(self._folder / self._prepared))
+        except VllmRefused:
+            shutil.rmtree(self._folder / self._prepared)
+            raise
+        self._loaded.append(self._prepared)
+
+    async def hand_over(self, api: VllmApi) -> None:
+        self.adapter = self._prepared
+
+    async def retire(self, api: VllmApi, used: set[str]) -> None:
+        """Of those not in use at the last update either: calls that were cancelled here end a little later at the server, which
+        may read a folder again as long as one runs."""
+        unused = {name for name in self._loaded if name not in used and name != self.adapter}
+        for name in unused & self._unused:
+            with contextlib.suppress(VllmRefused):
+                await api.unload_adapter(name)
+            self._loaded.remove(name)
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+        self._unused = unused
 
 
 class IpcHandover(Handover):

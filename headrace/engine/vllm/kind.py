@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from headrace.engine.kind import EngineKind
 from headrace.engine.native.engine_memory import EngineMemory
 from headrace.engine.vllm.settings import PARALLEL
-from headrace.partial import pauses_unfinished
+from headrace.partial import Interrupt, continues_over_updates, pauses_unfinished
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _WHOLE_GPU = 0.92  # vLLM's own default
 _CONTEXT_BYTES = 1 << 30  # what a process takes on a GPU before it holds anything, and a margin
 CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_CACHE_GIGABYTES = "2"
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 
 
 class VllmKind(EngineKind):
@@ -40,18 +41,27 @@ class VllmKind(EngineKind):
         return len(settings.vllm.urls) or settings.count
 
     def check(self, recipe: Recipe) -> None:
-        temperature, settings = recipe.sampling.temperature, recipe.engine.vllm
-        if not 0.01 <= temperature <= 2:
-            raise ConfigError(f"sampling.temperature = {temperature}: vLLM samples at temperatures from 0.01 to 2")
+        settings = recipe.engine.vllm
+        for section, sampling in (("sampling", recipe.sampling), ("evaluate.sampling", recipe.evaluate.sampling)):
+            if not 0.01 <= sampling.temperature <= 2:
+                given = f"{section}.temperature = {sampling.temperature}"
+                raise ConfigError(f"{given}: vLLM samples at temperatures from 0.01 to 2")
         if settings.start_seconds >= recipe.deadline:
             raise ConfigError(
                 f"engine.vllm.start_seconds = {settings.start_seconds:g}: a run stops after deadline = {recipe.deadline:g} s "
                 f"without news; raise that first"
             )
-        if pauses_unfinished(recipe) and recipe.partial.pausing.keeps_kv:
+        if recipe.lora.is_on:
+            server_rank(recipe)
+            if continues_over_updates(recipe):
+                raise ConfigError(
+                    f"partial.interrupt = '{recipe.partial.interrupt}': with [lora], a call at a vLLM server keeps the adapter "
+                    f"it began with; set it to 'lease', 'abort' or 'drain'"
+                )
+        if pauses_unfinished(recipe) and recipe.partial.pausing in (Interrupt.KEEP, Interrupt.LEASE):
             raise ConfigError(
-                "partial.interrupt = 'keep': vLLM cannot score new weights while it keeps unfinished rollouts of a synchronous "
-                "run paused; set it to 'abort'"
+                f"partial.interrupt = '{recipe.partial.interrupt}': vLLM cannot score new weights while it keeps unfinished "
+                f"rollouts of a synchronous run paused; set it to 'abort'"
             )
 
     def describe(self, settings: EngineSettings, *, max_tokens: int) -> list[str]:
@@ -117,9 +127,11 @@ def choose_handover(recipe: Recipe, *, device: str) -> str:
     """`engine.vllm.handover`, with `auto` resolved."""
     settings = recipe.engine.vllm
     wanted = settings.handover
-    if wanted == "folder" or (wanted == "auto" and (device != "cuda" or settings.urls)):
+    if wanted == "folder" or (wanted == "auto" and (device != "cuda" or settings.urls or recipe.lora.is_on)):
         return "folder"
     setting = f"engine.vllm.handover = '{wanted}'"
+    if recipe.lora.is_on:
+        raise ConfigError(f"{setting}: vLLM reads adapters from folders; leave it auto")
     if device != "cuda":
         raise ConfigError(f"{setting}: the run is on the CPU, and has no GPU memory to hand over from; leave it auto")
     if settings.urls:
@@ -132,6 +144,14 @@ def choose_handover(recipe: Recipe, *, device: str) -> str:
     if wanted == "nccl" and 0 in gpus:
         raise ConfigError(f"{setting}: NCCL wants a GPU for each end, and the server has the trainer's; set it to 'ipc'")
     return wanted
+
+
+def server_rank(recipe: Recipe) -> int:
+    """The smallest rank that a server can be started for and that the adapter's fits in."""
+    rank = recipe.lora.rank
+    if rank > _RANKS[-1]:
+        raise ConfigError(f"lora.rank = {rank}: vLLM serves adapters of rank {_RANKS[-1]} at most")
+    return next(each for each in _RANKS if each >= rank)
 
 
 def num_gpus() -> int:

@@ -14,14 +14,21 @@ from headrace.engine.kind import OpenedEngine
 from headrace.engine.settings import EngineSettings
 from headrace.engine.stop_strings import decoder_of, stop_tokens
 from headrace.engine.vllm.api import VllmApi
-from headrace.engine.vllm.call import TOGETHER
+from headrace.engine.vllm.call import TIES, TOGETHER
 from headrace.engine.vllm.engine import VllmEngine
-from headrace.engine.vllm.handover import FolderHandover, IpcHandover
-from headrace.engine.vllm.kind import CPU_CACHE_VARIABLE, choose_handover, cpu_cache_gigabytes, gpu_share, visible_to
+from headrace.engine.vllm.handover import AdapterHandover, FolderHandover, IpcHandover
+from headrace.engine.vllm.kind import (
+    CPU_CACHE_VARIABLE,
+    choose_handover,
+    cpu_cache_gigabytes,
+    gpu_share,
+    server_rank,
+    visible_to,
+)
 from headrace.engine.vllm.nccl import NcclHandover
 from headrace.engine.vllm.server import choose_python, end, start
-from headrace.engine.vllm.server_checks import TRANSFER, check_abilities, try_generate, try_update
-from headrace.model import Head, StagedWeights, context_limit, load_model, load_tokenizer, named_tensors
+from headrace.engine.vllm.server_checks import ADAPTERS, TRANSFER, check_abilities, try_adapter, try_generate, try_update
+from headrace.model import Head, StagedWeights, adapter_of, context_limit, load_model, load_tokenizer, named_tensors
 from headrace.partial import continues_over_updates
 from headrace.settings import ConfigError
 
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
     from headrace.observe import Timeline
     from headrace.sync import WeightSync
 
-MOST_CANDIDATES = 4096  # logprobs per token at most: more than usual cut-offs keep, and few enough to send with each token
+_MOST_VERSIONS = 16  # of an adapter in one batch; vLLM takes memory for each, and calls of further ones wait
 _CPU_STEP_TOKENS = 8192  # computed in one step on a CPU, where a whole prompt must fit into one
 
 
@@ -46,9 +53,12 @@ async def open_engine(
 ) -> OpenedEngine:
     """Raises `ConfigError` with the reason if the server cannot be used for this run."""
     settings, tokenizer = recipe.engine.vllm, load_tokenizer(model_path)
-    model = await asyncio.to_thread(load_model, model_path, dtype=recipe.model.dtype, device=place.receives_on)
+    model = await asyncio.to_thread(
+        load_model, model_path, dtype=recipe.model.dtype, device=place.receives_on, lora=recipe.lora
+    )
+    adapter, base = adapter_of(model), str(model.name_or_path)
     context, vocabulary = context_limit(model, recipe.model.context), Head(model).vocabulary
-    check_sampling(recipe, vocabulary=vocabulary)
+    stop_ids = stop_tokens(model.generation_config, tokenizer)
     way = choose_handover(recipe, device=place.device.partition(":")[0])
     async with contextlib.AsyncExitStack() as on_failure:
         server = None
@@ -56,21 +66,29 @@ async def open_engine(
             api = VllmApi(settings.urls[place.index], token=os.environ.get(settings.token_variable, ""))
             on_failure.push_async_callback(api.close)
         else:
-            server = await _start(recipe, model_path, model, place, handover=way)
+            server = await _start(recipe, base, model, place, handover=way)
             api = server.api
             on_failure.push_async_callback(server.close)
         about, longest = await api.about(), await api.context()
-        check_abilities(about, server=api.url, more=() if way == "folder" else (TRANSFER,))
+        more = (*(() if way == "folder" else (TRANSFER,)), *(() if adapter is None else (ADAPTERS,)))
+        check_abilities(about, server=api.url, more=more)
         if longest < context:
             raise ConfigError(
                 f"vLLM at {api.url} takes {longest} tokens, the run up to {context}; set model.context = {longest}"
             )
-        await try_generate(api, vocabulary)
-        handover = make_handover(way, recipe, folder=place.folder, device=place.receives_on)
+        is_unbounded = not recipe.sampling.top_k and (recipe.sampling.top_p < 1 or recipe.sampling.min_p > 0)
+        await try_generate(api, vocabulary, num_candidates=vocabulary if is_unbounded else recipe.sampling.top_k + TIES)
+        handover = (
+            make_handover(way, recipe, folder=place.folder, device=place.receives_on)
+            if adapter is None
+            else AdapterHandover(place.folder, adapter, base=base)
+        )
         on_failure.push_async_callback(asyncio.to_thread, handover.close)
         await handover.open(api, about.version)
-        staged = await asyncio.to_thread(StagedWeights, model, in_place=False)
-        if server is not None:
+        staged = await asyncio.to_thread(StagedWeights, adapter or model, in_place=False)
+        if adapter is not None:
+            await try_adapter(api, handover, model, rank=server_rank(recipe))
+        elif server is not None:
             await try_update(api, handover, model, version=about.version)
         engine = VllmEngine(
             api,
@@ -79,20 +97,20 @@ async def open_engine(
             slots=recipe.engine.slots,
             context=context,
             vocabulary=vocabulary,
-            num_candidates=min(vocabulary, MOST_CANDIDATES),
             model=model,
             staged=staged,
             sync=sync,
             handover=handover,
             timeline=timeline,
             decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
+            end_ids=stop_ids,
             patience=settings.answer_seconds,
             tells_late=server is not None and not continues_over_updates(recipe),
         )
         on_failure.pop_all()
     return OpenedEngine(
         engine=engine,
-        stop_ids=stop_tokens(model.generation_config, tokenizer),
+        stop_ids=stop_ids,
         server_command=() if server is None else tuple(server.process.args),  # type: ignore[arg-type]  # a list
         close=lambda: None if server is None else end(server.process),  # frees its memory before a successor starts
     )
@@ -113,11 +131,16 @@ async def _start(recipe: Recipe, model_path: str, model: PreTrainedModel, place:
     arguments = server_arguments(
         recipe,
         context=min(context_limit(model, recipe.model.context) + 1, context_limit(model, 0)),  # one more is sampled to score
-        candidates=min(Head(model).vocabulary, MOST_CANDIDATES),
+        candidates=Head(model).vocabulary,
         is_on_cpu=is_on_cpu,
         handover=handover,
         share=share,
     )
+    adapter = adapter_of(model)
+    if adapter is not None:  # not for the head: there 0.32's CPU build dies when it scores beside other calls
+        layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapter.own}
+        arguments += ["--lora-target-modules", *sorted(layers)]
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     settings = recipe.engine.vllm
     return await start(
         model_path,
@@ -137,17 +160,6 @@ def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Ha
     if name == "nccl":
         return NcclHandover(torch.device(device), host=recipe.sync.host, deadline=recipe.sync.deadline)
     return FolderHandover(folder)
-
-
-def check_sampling(recipe: Recipe, *, vocabulary: int) -> None:
-    """A sampling mask is read off the logprobs that come with each token, and a large vocabulary has too many to send."""
-    sampling = recipe.sampling
-    is_cut = sampling.top_p < 1 or sampling.min_p > 0 or sampling.top_k > 0
-    if is_cut and vocabulary > MOST_CANDIDATES and not 0 < sampling.top_k <= MOST_CANDIDATES // 2:
-        raise ConfigError(
-            f"sampling.top_k = {sampling.top_k}: with engine.kind = 'vllm' and a vocabulary of {vocabulary}, a cut-off needs "
-            f"top_k between 1 and {MOST_CANDIDATES // 2}, to know which tokens could have been sampled"
-        )
 
 
 def server_arguments(
@@ -175,8 +187,14 @@ def server_arguments(
         arguments["--weight-transfer-config"] = json.dumps({"backend": handover})
     if share and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(engine.vllm.arguments):
         arguments["--gpu-memory-utilization"] = share
+    if recipe.lora.is_on:
+        # In one batch: those in flight, and the new one, whose canary would otherwise wait until all calls of another end.
+        versions = min(recipe.staleness.max_lag + 2, _MOST_VERSIONS) if recipe.partial.leases else 1
+        arguments |= {"--max-lora-rank": server_rank(recipe), "--max-loras": versions, "--max-cpu-loras": versions + 1}
     words = [word for name, value in arguments.items() for word in (name, str(value))] + ["--no-trust-remote-code"]
     words += ["--disable-uvicorn-access-log"]  # a line per call would fill the disk in a long run
+    if recipe.lora.is_on:
+        words += ["--enable-lora"]
     if is_on_cpu:  # vLLM 0.32 fails there when a prompt with a seed is computed in parts
         words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _CPU_STEP_TOKENS))]
     if is_on_cpu or not engine.graphs:

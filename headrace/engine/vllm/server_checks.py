@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.engine.vllm.api import MaskIncomplete, VllmRefused
 from headrace.engine.vllm.handover import saved_form
-from headrace.model import Head
+from headrace.model import Head, adapter_of
 from headrace.records import Sampling
 from headrace.settings import ConfigError
 
@@ -52,6 +52,12 @@ NAME_VERSION = Ability(
 )
 TRANSFER = Ability("new weights from GPU memory (VLLM_SERVER_DEV_MODE=1 opens it)", "0.21", ("/start_weight_update",))
 
+ADAPTERS = Ability(
+    "adapters loaded while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora open it)",
+    "0.14",
+    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
+
 
 def check_abilities(about: ServerInfo, *, server: str, more: tuple[Ability, ...] = ()) -> None:
     """Refuse a server that lacks what every run needs, or `more`."""
@@ -61,17 +67,18 @@ def check_abilities(about: ServerInfo, *, server: str, more: tuple[Ability, ...]
         raise ConfigError(f"vLLM {about.version} at {server} cannot do what this run needs: {told}")
 
 
-async def try_generate(api: VllmApi, vocabulary: int) -> None:
-    """Sample one token and score a prompt. A server may be paused, keep its interface closed, need another API token, or return
-    logprobs of a distribution it does not sample from: each would otherwise show late or never."""
+async def try_generate(api: VllmApi, vocabulary: int, *, num_candidates: int = 8) -> None:
+    """Sample one token, with as many candidates as the run may need, and score a prompt. A server may be paused, keep its
+    interface closed, need another API token, give too few logprobs, or those of a distribution it does not sample from: each
+    would otherwise show late or never."""
     await api.resume()
     prompt = [vocabulary // 3, vocabulary // 2, vocabulary // 5]  # the first ids may be padding
-    of_two, asked = Sampling(max_tokens=1, top_k=2), min(vocabulary, 8)
+    of_two, asked = Sampling(max_tokens=1, top_k=2), min(vocabulary, num_candidates)
     pieces = api.generate(prompt, of_two, max_tokens=1, salt="try", num_candidates=asked)
     try:
         async with asyncio.timeout(_TRY_SECONDS):
             masks = [mask async for piece in pieces for mask in piece.masks or ()]
-            if len(masks) != 1 or len(masks[0]) > 4:  # all but the two likeliest should have no probability
+            if len(masks) != 1 or masks[0] is None or len(masks[0]) > 4:  # all but the two likeliest should have no probability
                 raise MaskIncomplete
             await api.prompt_logprobs(prompt, salt="try", whole=False)
     except MaskIncomplete as error:
@@ -80,9 +87,27 @@ async def try_generate(api: VllmApi, vocabulary: int) -> None:
             f"--logprobs-mode processed_logprobs"
         ) from error
     except VllmRefused as error:
-        raise ConfigError(str(error)) from error
+        fix = f"; it must be started with --max-logprobs {asked} or more" if "max allowed" in str(error) else ""
+        raise ConfigError(f"{error}{fix}") from error
     except TimeoutError as error:
         raise ConfigError(f"vLLM at {api.url} has not sampled one token for {_TRY_SECONDS:g} s") from error
+
+
+async def try_adapter(api: VllmApi, way: Handover, model: PreTrainedModel, *, rank: int) -> None:
+    """Load the adapter as it is before training, and use it once: whether a server takes adapters, of that rank and for these
+    layers, its interface does not say."""
+    adapter = adapter_of(model)
+    assert adapter is not None
+    await asyncio.to_thread(way.prepare, dict(adapter.own))
+    try:
+        await way.offer(api)
+        await way.hand_over(api)
+        await api.prompt_logprobs([0, 1], salt="try", whole=False, adapter=way.adapter)
+    except VllmRefused as error:
+        raise ConfigError(
+            f"{error}; a server for this run needs --enable-lora, --max-lora-rank {rank}, access to that folder, and layers of "
+            f"lora.targets that it supports adapters for"
+        ) from error
 
 
 async def try_update(api: VllmApi, way: Handover, model: PreTrainedModel, *, version: str) -> None:

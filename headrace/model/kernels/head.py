@@ -13,7 +13,7 @@ from headrace.model.kernels.softcap import capped
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.model.fused_head import Targets
+    from headrace.model.fused_head import Slopes, Targets
 
 _BLOCK = 4096  # logits that a program holds at once
 
@@ -67,9 +67,9 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    logits, targets, temperatures, allowed, totals, gradients, out, vocabulary, row_stride, allowed_stride,
-    divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, temperatures, allowed, totals, gradients, entropies, entropy_gradients, out, vocabulary, row_stride,
+    allowed_stride, divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # the grid's first side: its second is limited to 65,535
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -80,10 +80,13 @@ def backward_kernel(
     gradient = tl.load(gradients + row)
     x = tl.load(logits + row * row_stride + at, mask=is_in, other=0.0)
     y = _scaled(x, divisor, factor, softcap, HAS_DIVISOR, HAS_FACTOR, HAS_SOFTCAP)
-    share = tl.exp(y / temperature - total)
+    logprob = y / temperature - total
+    share = tl.exp(logprob)
     if HAS_MASK:
         share = tl.where(tl.load(allowed + row * allowed_stride + at, mask=is_in, other=0) != 0, share, 0.0)
     slope = gradient * (tl.where(at == target, 1.0, 0.0) - share) / temperature
+    if HAS_ENTROPY:
+        slope -= tl.load(entropy_gradients + row) * share * (logprob + tl.load(entropies + row)) / temperature
     if HAS_SOFTCAP:
         slope = slope * (1.0 - (y / softcap) * (y / softcap))
     if HAS_FACTOR:
@@ -106,15 +109,16 @@ def forward_rows(logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tens
     return found[0], found[1], found[2]
 
 
-def backward_rows(logits: Tensor, targets: Targets, totals: Tensor, slopes: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """[rows, vocabulary] of `dtype`: the gradient of Σ slopes · logprobs by the logits."""
+def backward_rows(logits: Tensor, targets: Targets, totals: Tensor, slopes: Slopes, *, dtype: torch.dtype) -> Tensor:
+    """[rows, vocabulary] of `dtype`: the gradient by the logits, which for an entropy H is −p (log p + H)."""
     rows, vocabulary = logits.shape
     allowed, scaling = targets.mask(vocabulary), targets.scaling
     out = torch.empty((rows, vocabulary), dtype=dtype, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
     backward_kernel[(rows, triton.cdiv(vocabulary, block))](
-        logits, targets.ids, targets.temperatures, logits if allowed is None else allowed, totals, slopes, out, vocabulary,
-        logits.stride(0), 0 if allowed is None else allowed.stride(0), *scaling.values, **scaling.flags,
-        HAS_MASK=allowed is not None, BLOCK=block, num_warps=8,
+        logits, targets.ids, targets.temperatures, logits if allowed is None else allowed, totals, slopes.logprobs,
+        *(slopes.entropies or (totals, totals)), out, vocabulary, logits.stride(0),
+        0 if allowed is None else allowed.stride(0), *scaling.values, **scaling.flags, HAS_MASK=allowed is not None,
+        HAS_ENTROPY=slopes.entropies is not None, BLOCK=block, num_warps=8,
     )  # fmt: skip
     return out

@@ -54,6 +54,7 @@ CASES = {
     "no groups": Case(heads=3, kv_heads=3),
     "wide heads": Case(heads=2, kv_heads=1, dim=72, value_dim=64),
     "bfloat16 cache": Case(dtype=torch.bfloat16),
+    "float16 cache": Case(dtype=torch.float16),
     "bfloat16 cache, all at once": Case(dtype=torch.bfloat16, has_sinks=True, softcap=5.0, window=20, splits=2),
 }
 

@@ -19,6 +19,7 @@ from headrace.engine.native.engine import NativeEngine
 from headrace.engine.native.step import Chunk
 from headrace.engine.protocol import NotFinite
 from headrace.engine.request import Request
+from headrace.engine.shaping import Shaping
 from headrace.model.load import prepare
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
@@ -165,6 +166,63 @@ def test_more_stop_tokens_than_there_was_room_for() -> None:
     assert_same(done["few"], first)
     assert done["many"].token_ids.tolist() == first.token_ids[: at + 1].tolist()
     assert done["many"].finish_reason is FinishReason.STOP
+
+
+class TwoThenOne:
+    """Stands for a grammar: an even token twice, then an odd one, and so on; it can be copied, as llguidance's can."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def deep_copy(self) -> TwoThenOne:
+        return TwoThenOne()
+
+    def consume_tokens(self, token_ids: list[int]) -> bool:
+        self.read += token_ids
+        return True
+
+    def compute_bitmask(self) -> bytes:
+        is_even = len(self.read) % 3 < 2
+        return np.packbits([(token % 2 == 0) == is_even for token in range(VOCABULARY)], bitorder="little").tobytes()
+
+    def is_error(self) -> bool:
+        return False
+
+
+def test_shaped_requests_run_beside_the_kernels() -> None:
+    """Siblings of which one is not shaped, a prompt longer than a step, too few blocks for all: each as in the plain engine."""
+    shaping = Shaping(grammar=TwoThenOne(), repetition_penalty=1.5, presence_penalty=0.5, top_logprobs=3)
+    results, tops = [], []
+    for core in (make_core(kernels=False, slots=8), make_core(kernels=True, slots=4, num_blocks=7)):
+        done, told = {}, []
+        for index, length in enumerate([5, 5, 5, 10]):
+            given = request(core, done, str(index), prompt(length, seed=length), max_tokens=4 if index == 0 else 9, seed=index)
+            if index > 0:
+                given.shaping = shaping
+                given.on_tokens = lambda part, told=told, index=index: told.append((index, part.top_logprobs))
+        finish(core)
+        assert len(done) == 4 and not core._slots.shapers and core.num_free_blocks == core.cache.num_blocks - 1
+        results.append(done)
+        tops.append(sorted(told, key=lambda each: each[0]))
+    assert core.scheduler.num_retractions > 0
+    for name, rollout in results[0].items():
+        assert_same(results[1][name], rollout)
+        assert name == "0" or [token % 2 for token in rollout.token_ids[-9:].tolist()] == [0, 0, 1] * 3
+    for (index, top), (same_index, same_top) in zip(*tops, strict=True):
+        assert index == same_index and len(top[0]) == 3
+        np.testing.assert_allclose(same_top, top, atol=1e-5)
+
+
+@pytest.mark.long
+def test_most_or_all_requests_may_be_shaped() -> None:
+    """All get a block at once, which is more than the one row that the kernels compute has room for."""
+    core, done = make_core(kernels=True, slots=8), {}
+    for index in range(9):
+        given = request(core, done, str(index), prompt(4), max_tokens=4 if index == 0 else 5, seed=index)
+        given.shaping = Shaping(grammar=TwoThenOne()) if index else None
+    finish(core)
+    assert all([token % 2 for token in done[name].token_ids[-5:].tolist()] == [0, 0, 1, 0, 0] for name in "12345678")
+    assert_same(done["0"], alone(prompt(4), max_tokens=4))
 
 
 # A step is under way

@@ -3,6 +3,8 @@
 The GPU keeps each rollout's length, limit, stop tokens and last token, so the host launches a decode step without knowing what
 the step before it sampled. The host learns one step late that a rollout has ended; its extra row computes into scratch.
 
+Shaped rollouts (`native/shaping.py`) need the token before the next step, so they are computed in plain torch beside the rest.
+
 A step runs in the smallest bucket that holds it: as a CUDA graph of the twin or, until that is captured, eagerly on the model.
 """
 
@@ -18,7 +20,8 @@ from headrace.engine.native.cuda import compiled
 from headrace.engine.native.cuda.buckets import PROMPT_BUCKETS, Buckets, split_chunks, tiles_of
 from headrace.engine.native.cuda.graphs import GraphCapture
 from headrace.engine.native.cuda.slot_state import SLOT_FIELDS, SlotState
-from headrace.engine.native.step import Runner, StepOutput
+from headrace.engine.native.plain_runner import PlainRunner
+from headrace.engine.native.step import Runner, StepOutput, StepPlan
 from headrace.model import find_readable_routers
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.cuda.buckets import Bucket
     from headrace.engine.native.kv_cache import PagedCache
-    from headrace.engine.native.step import Chunk, Slots, StepPlan
+    from headrace.engine.native.step import Chunk, Slots
+    from headrace.engine.shaping import TopLogprobs
     from headrace.model import Head, Routers
     from headrace.records import Array
 
@@ -46,12 +50,24 @@ class _Part(NamedTuple):
     masks: list[Array] | None
 
 
+class _ShapedRows(NamedTuple):
+    """The share of a step that was not left to the kernels."""
+
+    parts: list[_Part]
+    order: Array | None  # where in the parts, of which these come first, each of the step's rows is
+    tops: dict[int, TopLogprobs]
+
+
+_NOT_SHAPED = _ShapedRows([], None, {})
+
+
 class _StepInFlight(NamedTuple):
     """A step in flight, and the host memory lent to it."""
 
     parts: list[_Part]
     done: torch.cuda.Event | None
     lent: list[Tensor]
+    shaped: _ShapedRows
 
 
 class _Stream:
@@ -115,6 +131,7 @@ class CudaRunner(Runner):
         for each in (model, twin):
             compiled.attach_cache(each, cache)
         self._nobody = len(slots.length)
+        self._plain = PlainRunner(model, head, cache, slots, exact=False, routers=routers)  # for shaped rollouts
         self._state = SlotState.make(slots=self._nobody, blocks=slots.table.shape[1], stops=_STOPS, device=self._device)
         by_model = {model: routers, twin: find_readable_routers(twin)}
         self.buckets = Buckets(self._state, head, cache, routers=by_model, prompt_buckets=prompt_buckets, device=self._device)
@@ -131,7 +148,7 @@ class CudaRunner(Runner):
         self._new_blocks.pop(slot, None)  # of the rollout before
 
     def add_block(self, slot: int, index: int, block: int) -> None:
-        if slot not in self._started:
+        if slot not in self._started and slot not in self._slots.shapers:
             self._new_blocks.setdefault(slot, []).append((index, block))
 
     @torch.no_grad()
@@ -140,12 +157,29 @@ class CudaRunner(Runner):
             if self._started:
                 self._start_slots()
             self.cache.copy(plan.copies_before)
-            parts = [self._launch_chunks(chunks) for chunks in split_chunks(plan.chunks, self.buckets.prompt_shapes[-1])]
+            plan, shaped = self._run_shaped(plan) if self._slots.shapers else (plan, _NOT_SHAPED)
+            batches = split_chunks(plan.chunks, self.buckets.prompt_shapes[-1])
+            parts = [*shaped.parts, *(self._launch_chunks(chunks) for chunks in batches)]
             self.cache.copy(plan.copies_after)
             if len(plan.decoding):
                 parts.append(self._launch_decode(plan.decoding))
             lent, self._lent = self._lent, []
-            return _StepInFlight(parts, self._stream.mark(), lent)
+            return _StepInFlight(parts, self._stream.mark(), lent, shaped)
+
+    def _run_shaped(self, plan: StepPlan) -> tuple[StepPlan, _ShapedRows]:
+        """Compute a step's shaped rollouts in plain torch and wait for them; returns the step without them."""
+        shapers, is_shaped = self._slots.shapers, np.isin(plan.slots, list(self._slots.shapers))
+        is_decoding = is_shaped[len(is_shaped) - plan.decode_rows :]
+        shaped = StepPlan([chunk for chunk in plan.chunks if chunk.slot in shapers], plan.decoding[is_decoding])
+        chunks = [chunk for chunk in plan.chunks if chunk.slot not in shapers]
+        rest = StepPlan(chunks, plan.decoding[~is_decoding], copies_after=plan.copies_after)
+        if shaped.is_empty:
+            return rest, _NOT_SHAPED
+        output, rows = self._plain.launch(shaped), np.flatnonzero(is_shaped)
+        host = np.stack([output.token_ids.astype(np.int32), output.logprobs.view(np.int32)])
+        part = _Part(torch.from_numpy(host.reshape(-1)), len(rows), len(rows), output.masks)
+        order = np.argsort(np.argsort(~is_shaped, kind="stable"))
+        return rest, _ShapedRows([part], order, {int(rows[row]): top for row, top in output.tops.items()})
 
     def collect(self, launched: object) -> StepOutput:
         assert isinstance(launched, _StepInFlight)
@@ -158,7 +192,9 @@ class CudaRunner(Runner):
             masks = [row for part in parts for row in part.masks or [_NO_IDS] * part.rows]
         for buffer in launched.lent:
             self._stream.give_back(buffer)
-        return StepOutput(tokens, logprobs.view(np.float32), masks)
+        if (order := launched.shaped.order) is not None:
+            tokens, logprobs, masks = tokens[order], logprobs[order], masks and [masks[row] for row in order.tolist()]
+        return StepOutput(tokens, logprobs.view(np.float32), masks, launched.shaped.tops)
 
     def in_order(self) -> contextlib.AbstractContextManager[object]:
         return self._stream.entered()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import IO, TYPE_CHECKING
 import pytest
 
 from headrace.config import make_recipe
-from headrace.engine.native.engine_memory import blocks_for
-from headrace.launch import warmup
+from headrace.launch import start_model
 from headrace.launch.folder import FolderLock
 from headrace.launch.inputs import UserInputs
 
@@ -23,14 +21,14 @@ if TYPE_CHECKING:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    monkeypatch.setattr(warmup, "_NUM_KEPT", 2)
-    monkeypatch.setattr(warmup.tiny, "build_folder", lambda folder, *_, **__: (folder / "config.json").touch())
+    monkeypatch.setattr(start_model, "_NUM_KEPT", 2)
+    monkeypatch.setattr(start_model.tiny, "build_folder", lambda folder, *_, **__: (folder / "config.json").touch())
     return tmp_path / "warmup"
 
 
 def model(seed: int) -> contextlib.AbstractContextManager[str]:
     recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], "seed": seed})
-    return warmup.model_folder(recipe, UserInputs(), say=lambda _: None)
+    return start_model.model_folder(recipe, UserInputs(), say=lambda _: None)
 
 
 def used_at(folder: str, moment: float) -> None:
@@ -79,7 +77,7 @@ def test_a_model_that_another_process_removes_meanwhile(cache, monkeypatch):
 
 def test_a_fresh_folder_that_another_process_takes_for_a_dead_ones(cache, monkeypatch):
     """It is removed before it can be locked, or held by who is about to remove it: another one is made."""
-    really, made, sweeping = warmup.tempfile.mkdtemp, [], []
+    really, made, sweeping = start_model.tempfile.mkdtemp, [], []
 
     def taken(**where: object) -> str:
         folder = really(**where)
@@ -91,7 +89,7 @@ def test_a_fresh_folder_that_another_process_takes_for_a_dead_ones(cache, monkey
             assert sweeping[0].acquire()
         return folder
 
-    monkeypatch.setattr(warmup.tempfile, "mkdtemp", taken)
+    monkeypatch.setattr(start_model.tempfile, "mkdtemp", taken)
     with model(0) as folder:
         assert os.listdir(cache) == [os.path.basename(folder)] and len(made) == 3
     sweeping[0].release()
@@ -116,28 +114,25 @@ def test_a_cached_model_that_may_only_be_read_is_used(cache, monkeypatch, code, 
 
     before = sorted(os.listdir(cache))
     monkeypatch.setattr(Path, "open", opened)
-    monkeypatch.setattr(warmup.os, "utime", refuse)
-    monkeypatch.setattr(warmup.tempfile, "mkdtemp", lambda **_: refuse(cache))
+    monkeypatch.setattr(start_model.os, "utime", refuse)
+    monkeypatch.setattr(start_model.tempfile, "mkdtemp", lambda **_: refuse(cache))
     with model(0) as folder:
         assert folder == made
         assert FolderLock(Path(folder), is_shared=True).acquire(create=False)
         assert not FolderLock(Path(folder)).acquire(create=False)
-    warmup._remove_unused(cache)
+    start_model._remove_unused(cache)
     assert sorted(os.listdir(cache)) == before
     with pytest.raises(OSError, match=os.strerror(code)), model(1):
         pass
 
 
-def test_the_engine_has_a_cache_for_the_tasks_that_are_checked(tmp_path, monkeypatch, tiny_model):
-    class Built(Exception):
-        pass
+def test_what_decides_the_model_decides_its_place_in_the_cache():
+    def key(**settings: object) -> str:
+        given = {"tasks": [{"source": "builtin:sort_digits"}], "sft": {"steps": 2}}
+        return start_model._key(make_recipe({**given, **settings}), UserInputs())
 
-    def build_roles(*_, most_blocks, **__):
-        raise Built(most_blocks)
-
-    monkeypatch.setattr(warmup, "build_roles", build_roles)
-    settings = {"engine.slots": 4096, "sampling.max_tokens": 12, "warmup.steps": 1}
-    given = UserInputs(tasks=[{"prompt": "1" * 30, "answer": "1"}], reward=len)
-    with pytest.raises(Built) as built:
-        asyncio.run(warmup._warm_up(make_recipe(settings), tiny_model, given, tmp_path, lambda _: None))
-    assert built.value.args == (blocks_for(512, tokens=42, block_size=16),)
+    others = {"train.beta1": 0.8}, {"model.chat_template_kwargs": {"a": 1}}, {"seed": 1}, {"sft": {"steps": 3}}
+    assert key() == key(**{"train.micro_batch_tokens": 64}) == key(**{"train.loss": "gspo"})
+    assert len({key(), *(key(**other) for other in others)}) == 5
+    alone = {"sft": {"steps": 2, "tasks": [{"source": "builtin:sort_digits"}]}}
+    assert key(**alone) == key(**alone, **{"sampling.max_tokens": 3}) and key() != key(**{"sampling.max_tokens": 3})

@@ -1,0 +1,163 @@
+"""The model RL starts from: as given, built in, or fine-tuned by SFT. The last two are cached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from headrace import __version__
+from headrace.launch.folder import FolderLock, cache_folder
+from headrace.launch.inputs import UserInputs, fingerprint_inputs
+from headrace.launch.sft import optimizer_settings, run_sft
+from headrace.model import tiny
+from headrace.run import first_failure
+from headrace.settings import ConfigError, identity, to_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+    from headrace.config import Recipe
+    from headrace.launch.stop import StopRequest
+
+_NUM_KEPT = 16
+"""Models kept in the cache, besides those in use."""
+
+
+@contextlib.contextmanager
+def model_folder(
+    recipe: Recipe,
+    given: UserInputs,
+    *,
+    say: Callable[[str], None],
+    stop: StopRequest | None = None,
+    keep: Path | None = None,
+) -> Iterator[str]:
+    """The folder of the model RL starts from. A cached one is not removed before the block ends. `stop` ends SFT at once,
+    since it has nothing to save: `asyncio.CancelledError`. `keep`: where a model made here is copied, for checkpoints that are
+    nothing without it; if it is there already, it is the model."""
+    is_builtin = recipe.model.path.startswith("builtin:")
+    if is_builtin and recipe.model.path != tiny.NAME:
+        raise ConfigError(f"model.path = {recipe.model.path!r}: the built-in model is {tiny.NAME!r}")
+    if not is_builtin and not recipe.sft.is_on:
+        yield recipe.model.path
+        return
+    if keep is not None and keep.is_dir():
+        say(f"model      kept in {keep}")
+        yield str(keep)
+        return
+    target = cache_folder() / "warmup" / _key(recipe, given)
+    in_use = FolderLock(target, is_shared=True)
+    if in_use.acquire(create=False):
+        say(f"model      cached in {target}")
+    else:
+        _make(target, recipe, given, say, stop)
+        if not in_use.acquire(create=False):
+            raise OSError(f"the model could not be put in {target}")
+    try:
+        with contextlib.suppress(OSError):  # a read-only cache
+            os.utime(target)
+            _remove_unused(target.parent)
+        if keep is not None:
+            copy_model(target, keep)
+        yield str(keep or target)
+    finally:
+        in_use.release()
+
+
+def copy_model(cached: Path, target: Path) -> None:
+    """Copy a model out of the cache; `target` is whole or not there."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(cached, temporary, ignore=shutil.ignore_patterns(".lock"))
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
+def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], None], stop: StopRequest | None = None) -> None:
+    """Build and fine-tune a model in a temporary folder of the cache, then rename it."""
+    is_builtin = recipe.model.path == tiny.NAME
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary, lock = _temporary_folder(target.parent)
+    try:
+        transformers_logging.disable_progress_bar()
+        if is_builtin:
+            tiny.build_folder(temporary, recipe.model, seed=recipe.seed)
+        if recipe.sft.is_on:
+            start = str(temporary) if is_builtin else recipe.model.path
+            try:
+                asyncio.run(_stoppable(run_sft(recipe, start, given, temporary, say=say), stop))
+            except BaseExceptionGroup as failures:
+                failure = first_failure(failures)
+                raise failure from failure.__cause__
+        with contextlib.suppress(OSError):  # another process has finished the same model first
+            temporary.rename(target)
+    finally:
+        lock.release()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+async def _stoppable(work: Coroutine[Any, Any, None], stop: StopRequest | None) -> None:
+    task = asyncio.ensure_future(work)
+    with contextlib.nullcontext() if stop is None else stop.requested_by_others(task.cancel):
+        await task
+
+
+def _temporary_folder(cache: Path) -> tuple[Path, FolderLock]:
+    """A new locked folder. Another process may remove it as abandoned before it is locked; then try again."""
+    for _ in range(100):
+        folder = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+        lock = FolderLock(folder)
+        if lock.acquire(create=False):
+            return folder, lock
+        shutil.rmtree(folder, ignore_errors=True)
+    raise OSError(f"no folder in {cache} can be locked; set HEADRACE_CACHE to one on a file system with locks")
+
+
+def _remove_unused(cache: Path) -> None:
+    """Remove all models but the most recently used ones and those a live process uses or is making."""
+
+    def used_at(folder: Path) -> float:
+        try:
+            return folder.stat().st_mtime
+        except FileNotFoundError:  # another process has just removed it
+            return 0.0
+
+    made = sorted((folder for folder in cache.iterdir() if folder.name[0] != "."), key=used_at, reverse=True)
+    for folder in (*made[_NUM_KEPT:], *cache.glob(".making-*")):
+        lock = FolderLock(folder)
+        if lock.acquire(create=False):
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
+
+
+def _key(recipe: Recipe, given: UserInputs) -> str:
+    """A hash of everything that decides the weights."""
+    settings, inputs, sampling, sft = to_dict(recipe), fingerprint_inputs(recipe, given), recipe.sampling, recipe.sft
+    has_examples = bool(sft.tasks) or given.sft is not None
+    uses_tasks = sft.is_on and (sft.until_success > 0 or not has_examples)  # to judge success on, or to learn from
+    read = ("model.", "sft", "tasks", "reward", "environment") if uses_tasks else ("model.", "sft")
+    parts = {
+        **{name: settings[name] for name in ("model", "sft", "seed", "exact")},
+        "inputs": [content for key, (_, content) in inputs.items() if key.startswith(read)],
+        "optimizer": identity(optimizer_settings(recipe), is_exact=recipe.exact),
+        "versions": [torch.__version__, transformers.__version__, __version__],
+    }
+    if uses_tasks:
+        parts |= {
+            "tasks": settings["tasks"],
+            "reward": [recipe.reward.weights, recipe.reward.options],
+            "success_at": recipe.evaluate.success_at,
+            "sampling": [sampling.max_tokens, sampling.min_tokens, sampling.stop],
+        }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,18 @@
+"""Low-rank adapters: train a few small matrices beside frozen weights, and send only those to the engines.
+
+An adapter adds scale · B A x to the output of each linear layer it targets (`adapter`). Engine and trainer add it in the same
+place of the same model, so their numbers agree as they do without one. It is stored as PEFT stores it (`peft_folder`): what is
+written here loads in `peft` and in vLLM, and a folder written by `peft` can be trained further. With the adapter off the model
+is the one training started from, which makes it its own reference.
+"""
+
+from typing import TYPE_CHECKING
+
+from headrace.front_door import front_door
+
+if TYPE_CHECKING:
+    from headrace.lora.adapter import Adapter, adapter_of, add_adapter, find_targets, merge_adapter
+    from headrace.lora.peft_folder import KEPT_BASE, AdapterError, base_of, read_settings, read_tensors, write_folder
+    from headrace.lora.settings import LoraSettings
+else:
+    __getattr__ = front_door(__name__)

@@ -1,0 +1,91 @@
+"""A child process that calls rewards for one worker thread; `headrace.score.child` is its other end.
+
+Requests and answers are frames (`headrace.records.frames`) through a pair of pipes: rewards travel as names, samples and
+results as plain data, and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, cast
+
+from headrace.records import frames
+from headrace.score.signature import RewardError
+
+if TYPE_CHECKING:
+    from typing import IO, BinaryIO
+
+_STACK_SECONDS = 1.0
+"""How long a late process may take to write its stack before it is killed."""
+
+
+class ProcessEnded(RuntimeError):
+    """The process ended before it answered."""
+
+
+class RewardProcess:
+    """Used by one thread, except that any may end it."""
+
+    def __init__(self, log: IO[str] | None) -> None:
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # it must find the same modules
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "headrace.score.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if log is None else log,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C in the terminal must not reach it, and what it starts is killed with it
+        )
+        self._loaded: list[str] = []
+        self.has_ended = False
+
+    def load(self, reward: dict[str, Any]) -> None:
+        """Let it import a reward, once."""
+        if reward["name"] not in self._loaded:
+            self.request({"load": reward})
+            self._loaded.append(reward["name"])
+
+    def request(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Send an order and wait for the answer. Raises `RewardError` if that is one, and `ProcessEnded`."""
+        process, frame = self._process, frames.make_frame(order)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            for piece in frame.pieces:
+                process.stdin.write(piece)
+            process.stdin.flush()
+            answer: dict[str, Any] = next(frames.read_frames(cast("BinaryIO", process.stdout)))
+        except (OSError, StopIteration):
+            status = self.end()
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise ProcessEnded(f"its process {how}") from None
+        if "error" in answer:
+            raise RewardError(answer["error"])
+        return answer
+
+    def abort(self) -> None:
+        """Have it write its stack to the log, and end. Does not wait."""
+        self._process.send_signal(signal.SIGABRT)
+        timer = threading.Timer(_STACK_SECONDS, self.kill)
+        timer.daemon = True
+        timer.start()
+
+    def end(self) -> int:
+        """Kill it, wait for it, and return its exit status. Called by its thread."""
+        self.kill()
+        status = self._process.wait()
+        self.has_ended = True
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # what is left to write has no reader
+                pipe.close()  # type: ignore[union-attr]
+        return status
+
+    def kill(self) -> None:
+        """Kill it and all that it has started; the thread that waits for its answer sees that."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,0 +1,124 @@
+"""One server, the model and several adapters of it, chosen by the name that a request gives."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from test_serve_command import served
+
+from headrace.cli import main
+from headrace.engine.native.core import EngineCore
+from headrace.engine.request import HeldAdapter, Request
+from headrace.launch.serving import ServeOptions, _load
+from headrace.lora import LoraSettings, add_adapter
+from headrace.model import load_model
+from headrace.records import Rollout, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+PROMPTS = {"base": [7, 8, 9, 10] * 6, "one": [7, 8, 9, 10] * 6, "two": [7, 8, 9, 10] * 6}
+"""The same for all, and longer than a KV block, so that a prefix computed with one adapter would be found by another."""
+
+
+def write_adapter(folder: Path, base: str, *, seed: int, **settings: Any) -> Path:
+    adapter = add_adapter(load_model(base), LoraSettings(**{"rank": 4, **settings}))
+    draws = torch.Generator().manual_seed(seed)
+    adapter.write(folder, {name: 0.1 * torch.randn(t.shape, generator=draws) for name, t in adapter.own.items()}, base=base)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("adapters")
+    return {name: write_adapter(parent / name, str(tiny_model), seed=seed) for seed, name in enumerate(("one", "two"))}
+
+
+def options(model: object, folders: Mapping[str, Path]) -> ServeOptions:
+    sizes: dict[str, Any] = {"slots": 8, "queue": 8, "context": 64, "dtype": "float32", "device": "cpu", "threads": 1}
+    adapters = tuple((name, str(folder)) for name, folder in folders.items())
+    tokens: dict[str, Any] = {"api_token": None, "control_token": None}
+    return ServeOptions(model=str(model), name="base", host="", adapters=adapters, **sizes, **tokens)
+
+
+def sample(core: EngineCore, held: Mapping[str, HeldAdapter | None]) -> dict[str, Rollout]:
+    done: dict[str, Rollout] = {}
+    for name, each in held.items():
+        sampling = Sampling(max_tokens=12, seed=3)
+        on_done: Any = lambda rollout: done.__setitem__(rollout.id, rollout)  # noqa: E731
+        core.submit(Request(Rollout.from_prompt(PROMPTS[name], id=name), sampling, on_done=on_done, held=each))
+    while core.has_work:
+        core.step()
+    return done
+
+
+def test_in_one_batch_each_gives_what_it_gives_alone(tiny_model: str, folders: dict[str, Path]) -> None:
+    core, _, adapters = _load(options(tiny_model, folders))
+    held: dict[str, HeldAdapter | None] = {"base": None, **adapters}
+    together = sample(core, held)
+    for name in (*held, "base"):  # the second time in a row, and after the others, with their prefixes cached
+        again = sample(core, {name: held[name]})[name]
+        alone = EngineCore(load_model(str(folders.get(name, tiny_model))), name="alone", slots=8, context=64)
+        expected = sample(alone, {name: None})[name]
+        for found in (together[name], again):
+            assert found.token_ids.tolist() == expected.token_ids.tolist()
+            np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    first = {name: round(float(rollout.logprobs[24]), 4) for name, rollout in together.items()}
+    assert len(set(first.values())) == 3, "they do not differ"
+
+
+def test_requests_choose_by_name(tiny_model: str, folders: dict[str, Path]) -> None:
+    given = [f"--adapter={name}={folder}" for name, folder in folders.items()]
+    with served(str(tiny_model), "--name", "base", "--port", "0", "--context", "64", *given) as (_, url, _):
+        cards = httpx.get(f"{url}/v1/models").json()["data"]
+        assert [(card["id"], card.get("parent")) for card in cards] == [("base", None), ("one", "base"), ("two", "base")]
+        assert httpx.get(f"{url}/v1/models/two").json()["id"] == "two"
+
+        def ask(name: str) -> dict[str, Any]:
+            flags = {"return_token_ids": True, "ignore_eos": True, "echo": True}
+            body = {"model": name, "prompt": [7, 8, 9, 10], "max_tokens": 3, "logprobs": 0, **flags}
+            answer = httpx.post(f"{url}/v1/completions", json=body).json()
+            assert answer["model"] == name
+            return dict(answer["choices"][0])
+
+        for name in ("base", "one", "two"):
+            choice = ask(name)
+            scored, tokens = choice["logprobs"]["token_logprobs"], [8, 9, 10, choice["token_ids"][-3]]
+            with torch.no_grad():
+                model = load_model(str(folders.get(name, tiny_model)))
+                model.set_attn_implementation("eager")
+                logits = model(torch.tensor([[7, 8, 9, 10]]), use_cache=False).logits[0].log_softmax(-1)
+            expected = [float(logits[at, token]) for at, token in enumerate(tokens)]
+            assert scored[1:5] == pytest.approx(expected, abs=1e-4), name
+        missing = httpx.post(f"{url}/v1/completions", json={"model": "three", "prompt": "1"})
+        assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+        assert "'base' or 'one' or 'two'" in missing.json()["error"]["message"]
+
+
+def test_an_adapter_that_does_not_fit_is_refused_by_name(
+    tiny_model: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main(["serve", str(tiny_model), "--port", "0", *arguments])
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    one = f"--adapter=one={folders['one']}"
+    assert "write NAME=FOLDER" in told("--adapter=one")
+    assert "'one' is taken" in told(one, one)
+    assert "the folder does not exist" in told("--adapter=gone=no/such")
+    assert "there is no adapter" in told(f"--adapter=whole={tiny_model}")
+    wide = write_adapter(tmp_path / "wide", str(tiny_model), seed=1, rank=8)
+    assert "--adapter wide: it has" in told(one, f"--adapter=wide={wide}")
+    some = write_adapter(tmp_path / "some", str(tiny_model), seed=1, targets=("q_proj",))
+    assert "--adapter some: the adapter was made for another base model or other targets" in told(one, f"--adapter=some={some}")
+    config = json.loads((some / "adapter_config.json").read_text())
+    (some / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(tmp_path)}))
+    assert f"--adapter some: it belongs to {tmp_path}" in told(f"--adapter=some={some}")

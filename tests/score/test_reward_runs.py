@@ -1,0 +1,34 @@
+"""Whole runs whose rewards log, are shaped and are called in processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers import small_run
+
+from headrace.records import frames
+
+REWARDS = """
+import os
+
+def mine(prompt, completion, completion_length, finish_reason, trainer_state, log_metric):
+    log_metric("length", completion_length)
+    log_metric("process", os.getpid())
+    assert finish_reason in ("stop", "length") and trainer_state.max_steps == 6 and 0 <= trainer_state.global_step < 7
+    return 1.0 / (1 + len(completion))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("orchestrate", ["inline", "local"])
+def test_a_run_with_all_of_it(tmp_path, orchestrate: str) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    reward = {"functions": f"{tmp_path}/mine.py:mine", "processes": 2, "overlong_buffer": 2, "overlong_penalty": 0.5}
+    run = small_run(tmp_path / "run", reward=reward, orchestrate=orchestrate)
+    assert run.summary["status"] == "finished"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [row for row in rows if "logged/length" in row]
+    assert logged and all(row["logged/length"] > 0 for row in logged)
+    (kept,) = (tmp_path / "run" / "rollouts").glob("step-6.wire")
+    assert b"overlong" in kept.read_bytes() and next(frames.read_frames(kept.open("rb")))
