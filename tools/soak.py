@@ -27,7 +27,7 @@ from faults import Running, is_alive, start, wait_until  # noqa: E402
 ROLES = ("engine-0", "engine-1", "trainer")
 SETTINGS = ("--steps=100000000", "--engine.count=2", "--engine.restarts=100000", "--train.restarts=100000")
 QUIET = ("--observe.keep_rollouts_every=0", "--observe.trace=false", "--checkpoint.every=5")
-GROWS = {"MB": 25.0, "descriptors": 3.0, "files": 3.0, "in shared memory": 3.0}
+GROWS = {"MB": 25.0, "descriptors": 3.0, "files": 3.0, "folders": 1.0, "in shared memory": 3.0}
 """By how much the second half's peak may exceed the first's, besides a tenth of it."""
 
 
@@ -42,8 +42,10 @@ def measure(run: Running) -> dict[str, float]:
             found[f"{name.partition('-')[0]}, descriptors"] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
         except (OSError, LookupError, IndexError):
             continue
-    checkpoints = [path for path in (run.folder / "checkpoints").rglob("*") if path.is_file()]
-    found["run folder, files"] = sum(path.is_file() for path in run.folder.rglob("*"))
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    checkpoints = [path for path in files if "checkpoints" in path.parts]
+    found["run folder but for checkpoints, files"] = len(files) - len(checkpoints)
+    found["checkpoints, folders"] = len({path.parent for path in checkpoints})
     found["checkpoints, MB"] = sum(path.stat().st_size for path in checkpoints if path.exists()) / 1e6
     found["sockets and segments, in shared memory"] = sum(
         len(list(path.iterdir())) if path.is_dir() else 1 for path in run.leftovers()
