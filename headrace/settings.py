@@ -80,7 +80,7 @@ def load_toml(text: str, *, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: not valid TOML: {error}") from None
 
 
-def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), prefix: str = "") -> T:  # noqa: B008  (frozen)
+def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), prefix: str = "") -> T:
     """An instance of dataclass `cls` from a dict; unknown keys and wrong types are refused, all of them at once."""
     hints = typing.get_type_hints(cls)
     values, wrong = {}, []
