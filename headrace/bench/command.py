@@ -34,7 +34,7 @@ BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"help": "engine, sync, trl, vllm: a Hugging Face folder to measure with"},
     "device": {"choices": ["auto", "cpu", "cuda"], "help": "partial: where to run (default: auto, a GPU if there is one)"},
     "lengths": {"choices": ["8k", "32k"], "help": "step: measure completions with a long tail up to this many tokens"},
-    "only": {"help": "sparse, trainer, step: the parts to measure, separated by commas; a wrong name lists them"},
+    "only": {"help": "lora, sparse, trainer, step: the parts to measure, separated by commas; a wrong name lists them"},
 }
 """Options that only some benchmarks have: those their help begins with."""
 

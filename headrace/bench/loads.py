@@ -33,6 +33,7 @@ def model_shape(kind: str, *sizes: int) -> dict[str, Any]:
 
 
 QWEN3_0_6B = model_shape("qwen3", 151_936, 1024, 3072, 28, 16, 8, 128, 40_960)
+QWEN3_8B = {**model_shape("qwen3", 151_936, 4096, 12_288, 36, 32, 8, 128, 40_960), "tie_word_embeddings": False}
 SMOLLM2_135M = model_shape("llama", 49_152, 576, 1536, 30, 9, 3, 64, 8192)
 MEDIUM = model_shape("qwen3", 8192, 256, 768, 6, 4, 2, 64, 2048)
 """For training on a CPU."""

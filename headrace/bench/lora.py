@@ -4,31 +4,37 @@ decode: the native engine's tokens a second with one adapter, and with eight ver
 publish: from the trainer's weights to what an engine has received and checked, through shared memory, beside all weights.
 mismatch: an adapter is trained; at three versions rollouts of an engine that applies it live, or has it merged into float32
 weights or into weights that are then rounded to bfloat16, are scored by the trainer. The model's own weights are bfloat16
-numbers, and all is computed in float32: what differs is the merging alone.
+numbers. On a CPU all is computed in float32, so that what differs is the merging alone; on a GPU in bfloat16, so that live and
+merged differ from the trainer by their kernels too.
+step-8b, on a GPU: whole training steps of a model of 8 billion parameters, with its adapter.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.bench.harness import Row, run_parts, take_turns
-from headrace.bench.loads import Load
-from headrace.bench.measure import KL, compare, make_batch
+from headrace.bench.harness import Row, default_device, run_parts, take_turns
+from headrace.bench.loads import QWEN3_0_6B, QWEN3_8B, Load, write_random_model
+from headrace.bench.measure import KL, compare, make_batch, release, wait
+from headrace.bench.step import Peers, measure
+from headrace.bench.step_plan import Variant, make_plan as step_plan
 from headrace.engine import EngineCore, HeldAdapter, Request
 from headrace.lora import LoraSettings, adapter_of, merge_adapter
-from headrace.model import ModelSettings, StagedWeights, build_folder, load_model, load_tokenizer, named_tensors
-from headrace.sync import Lineage, SharedMemoryTransport, WeightSync
+from headrace.model import ModelSettings, StagedWeights, build_folder, load_model, load_tokenizer, named_tensors, narrow
+from headrace.sync import Lineage, MemoryTransport, SharedMemoryTransport, WeightSync
 from headrace.trainer import DeviceTrainer, TrainSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from transformers import PreTrainedModel
 
@@ -40,18 +46,47 @@ JUDGED = (1, 10, 100)
 _RATE = 1e-4
 
 
-def run(*, quick: bool, json_file: Path | None) -> int:
-    """`--quick` takes a small model and few steps."""
-    torch.set_num_threads(1)
+@dataclass(frozen=True)
+class Plan:
+    """What to measure on a GPU or a CPU."""
+
+    folder: str
+    device: str
+    load: Load
+    turns: int
+    judged: Load
+    versions: tuple[int, ...]
+    context: int = 384
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.device == "cuda" else "float32"
+
+
+def run(*, quick: bool, json_file: Path | None, only: str | None = None) -> int:
+    """`--quick` takes a small model on a CPU, and few steps."""
+    device = default_device()
+    if device == "cpu":
+        torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
-        build_folder(Path(folder), ModelSettings(context=256) if quick else SIZES, seed=0)
-        parts = {name: partial(part, folder, quick=quick) for name, part in PARTS.items()}
-        return run_parts("lora", parts, quick=quick, json_file=json_file)
+        if device == "cuda":
+            write_random_model(QWEN3_0_6B, Path(folder), dtype="bfloat16")
+            load = Load.uniform(256, 64, 256, goals={"one": "≥ 0.9", "eight": "≥ 0.8"})
+        else:
+            build_folder(Path(folder), ModelSettings(context=384) if quick else SIZES, seed=0)
+            load = Load.uniform(16, 16, 16) if quick else Load.uniform(64, 16, 64)
+        judged = Load.uniform(8 if quick else 32, 16, 32)
+        plan = Plan(folder, device, load, 1 if quick else 5, judged, JUDGED[:2] if quick else JUDGED)
+        parts = {name: partial(part, plan) for name, part in PARTS.items()}
+        if device == "cuda":
+            parts["step-8b"] = partial(_step, plan, quick=quick)
+        return run_parts("lora", parts, quick=quick, json_file=json_file, only=only)
 
 
-def _decode(folder: str, *, quick: bool) -> Iterator[list[Row]]:
-    load = Load.uniform(16 if quick else 64, 16, 16 if quick else 64)
-    plain, adapted = EngineCore(load_model(folder), **_options(load)), EngineCore(_with_adapter(folder), **_options(load))
+def _decode(plan: Plan) -> Iterator[list[Row]]:
+    load = plan.load
+    plain = _engine(plan, load_model(plan.folder, device=plan.device, dtype=plan.dtype), load)
+    adapted = _engine(plan, _with_adapter(plan), load)
     assert adapted.adapter is not None
     held = [
         HeldAdapter(version, {name: tensor + version * 1e-3 for name, tensor in adapted.adapter.own.items()})
@@ -63,32 +98,40 @@ def _decode(folder: str, *, quick: bool) -> Iterator[list[Row]]:
 
     seen = take_turns(
         {"base": partial(rate, plain, []), "one": partial(rate, adapted, []), "eight": partial(rate, adapted, held)},
-        1 if quick else 5,
+        plan.turns,
         warmups=1,
     )
     base, one, eight = (statistics.median(seen[name]) for name in ("base", "one", "eight"))
     yield [
         Row(f"{load.name}, one adapter", one, "tokens/s", peers={"base": base}),
         Row(f"{load.name}, {VERSIONS} versions", eight, "tokens/s", peers={"base": base}),
-        Row("one adapter ÷ base", one / base, "ratio"),
-        Row(f"{VERSIONS} versions ÷ base", eight / base, "ratio"),
+        Row("one adapter ÷ base", one / base, "ratio", load.goals.get("one", "")),
+        Row(f"{VERSIONS} versions ÷ base", eight / base, "ratio", load.goals.get("eight", "")),
     ]
+    for core in (plain, adapted):
+        core.close()
+    release()
 
 
-def _publish(folder: str, *, quick: bool) -> Iterator[list[Row]]:
-    model = _with_adapter(folder)
+def _publish(plan: Plan) -> Iterator[list[Row]]:
+    """On a GPU within one process, where memory needs no IPC handle: what is timed is reading, hashing, copying, checking."""
+    model = _with_adapter(plan)
     adapter = adapter_of(model)
     assert adapter is not None
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir="/dev/shm") as shared:
 
         def publish(name: str, learner: torch.nn.Module, turn: int) -> tuple[float, int]:
-            ends = [WeightSync(Lineage("life"), SharedMemoryTransport(prefix=name, folder=Path(shared))) for _ in range(2)]
+            made = MemoryTransport("cuda") if plan.device == "cuda" else None
+            ends = [
+                WeightSync(Lineage("life"), made or SharedMemoryTransport(prefix=name, folder=Path(shared))) for _ in range(2)
+            ]
             staged, seconds = StagedWeights(learner), 0.0
             for version in (1, 2):  # the first allocates
                 started = time.perf_counter()
                 update = ends[0].offer(version, named_tensors(learner))
                 staged.receive(update, partial(ends[1].receive, update))
                 staged.exchange()
+                wait(plan.device)
                 seconds = time.perf_counter() - started
                 ends[0].release(update)
             for end in ends:
@@ -96,32 +139,40 @@ def _publish(folder: str, *, quick: bool) -> Iterator[list[Row]]:
             return seconds, update.num_bytes
 
         ways = {"adapter": partial(publish, "adapter", adapter), "all weights": partial(publish, "weights", model)}
-        seen = take_turns(ways, 1 if quick else 9)
+        seen = take_turns(ways, 2 * plan.turns - 1)
     (ours, bytes_sent), (theirs, all_bytes) = (map(statistics.median, zip(*seen[name], strict=True)) for name in ways)
     yield [
-        Row("publish and receive", 1e3 * ours, "ms", peers={"base": 1e3 * theirs}),
+        Row("publish and receive", 1e3 * ours, "ms", "≤ 5" if plan.device == "cuda" else "", peers={"base": 1e3 * theirs}),
         Row("bytes", bytes_sent, "bytes", peers={"base": all_bytes}),
     ]
 
 
-def _mismatch(folder: str, *, quick: bool) -> Iterator[list[Row]]:
-    trainer = DeviceTrainer(_with_adapter(folder), tokenizer=load_tokenizer(folder), settings=TrainSettings())
-    adapter, load = adapter_of(trainer.model), Load.uniform(8 if quick else 32, 16, 32)
+def _mismatch(plan: Plan) -> Iterator[list[Row]]:
+    model, load = _with_adapter(plan, dtype="float32"), plan.judged
+    dtype = getattr(torch, plan.dtype)
+    trainer = DeviceTrainer(model, tokenizer=load_tokenizer(plan.folder), settings=TrainSettings(), dtype=dtype)
+    adapter = adapter_of(trainer.model)
     assert adapter is not None
-    first, _ = _generate(EngineCore(_with_adapter(folder), **_options(load)), load, seed=0)
+    first, _ = _generate(_engine(plan, _with_adapter(plan), load), load, seed=0)
     advantages = [1.0 if index % 2 else -1.0 for index in range(len(first))]
-    for version in range(1, (10 if quick else max(JUDGED)) + 1):
+    for version in range(1, max(plan.versions) + 1):
         trainer.forward_backward(make_batch(first, advantages=advantages))
         trainer.optim_step(_RATE)
-        if version in JUDGED:
+        if version in plan.versions:
             rows = []
             for way in ("live", "merged in float32", "merged in bfloat16"):
-                model = _with_adapter(folder, tensors=adapter.own)
-                if way != "live":
+                if way == "merged in float32" and plan.device == "cuda":
+                    continue  # the GPU's engine computes in bfloat16
+                is_live = way == "live"
+                model = _with_adapter(plan, tensors=adapter.own, dtype=plan.dtype if is_live else "float32")
+                if not is_live:
                     merge_adapter(model)
                 if way == "merged in bfloat16":
                     _round(model)
-                rollouts, _ = _generate(EngineCore(model, **_options(load)), load, seed=version)
+                    narrow(model, dtype)
+                core = _engine(plan, model, load)
+                rollouts, _ = _generate(core, load, seed=version)
+                core.close()
                 again = trainer.forward(make_batch(rollouts, advantages=advantages))
                 rows += [
                     Row(f"version {version}, {way}: {name}", found, "nats") for name, found in compare(rollouts, again).items()
@@ -135,12 +186,23 @@ def _mismatch(folder: str, *, quick: bool) -> Iterator[list[Row]]:
 PARTS = {"decode": _decode, "publish": _publish, "mismatch": _mismatch}
 
 
-def _options(load: Load) -> dict[str, Any]:
-    return {"name": "engine", "slots": len(load.lengths), "context": 256}
+def _step(plan: Plan, *, quick: bool) -> Iterator[list[Row]]:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        model = write_random_model(QWEN3_8B, Path(folder) / "model", dtype="bfloat16")
+        release()
+        load = dataclasses.replace(step_plan("cuda", quick=quick), shape=QWEN3_8B, goal="")
+        variant = Variant("8B, LoRA, in turn", {"lora.rank": LORA.rank, "lora.alpha": LORA.alpha, "deadline": 300.0})
+        yield measure(load, variant, model, Path(folder), peers=Peers())
 
 
-def _with_adapter(folder: str, *, tensors: dict[str, torch.Tensor] | None = None) -> PreTrainedModel:
-    model = load_model(folder, lora=LORA)
+def _engine(plan: Plan, model: PreTrainedModel, load: Load) -> EngineCore:
+    core = EngineCore(model, name="engine", slots=len(load.lengths), context=plan.context)
+    core.wait_warm()
+    return core
+
+
+def _with_adapter(plan: Plan, *, tensors: Mapping[str, torch.Tensor] | None = None, dtype: str = "") -> PreTrainedModel:
+    model = load_model(plan.folder, device=plan.device, dtype=dtype or plan.dtype, lora=LORA)
     _round(model)
     adapter = adapter_of(model)
     assert adapter is not None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.engine.kind import EnginePlace
     from headrace.engine.native.core import EngineCore
     from headrace.engine.native.engine import NativeEngine
-    from headrace.engine.native.engine_memory import EngineMemory, blocks_for
+    from headrace.engine.native.engine_memory import ADAPTER_PLACES, EngineMemory, blocks_for
     from headrace.engine.native.kind import build_core
     from headrace.engine.native.kv_cache import free_memory
     from headrace.engine.native.step import Runner, StepPlan

@@ -40,6 +40,8 @@ class HeldAdapter(NamedTuple):
 
     version: int
     tensors: Mapping[str, Tensor]
+    memory: Tensor | None = None
+    """All of them as bytes, if they lie as the engine's own do."""
 
 
 @dataclass(eq=False, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from headrace.engine import blocks_for, engine_kind, free_memory
+from headrace.engine import ADAPTER_PLACES, blocks_for, engine_kind, free_memory
 from headrace.launch.placement import choose_device, choose_transport, device_of
 from headrace.model import ModelError, adapter_shapes, bytes_per_number, parameter_shapes
 from headrace.settings import ConfigError
@@ -111,7 +111,8 @@ def forecast_memory(
         adapter = sum(map(math.prod, shapes.values()))
         adapter_width = recipe.lora.rank * len(shapes) // (2 * shape.layers)
         published_bytes = adapter * bytes_per_number(recipe.model.dtype)
-        engine = dataclasses.replace(engine, weights=engine.weights + published_bytes, staging=published_bytes)
+        held = published_bytes * (ADAPTER_PLACES if on_gpu else 1)
+        engine = dataclasses.replace(engine, weights=engine.weights + held, staging=published_bytes)
     published = transport_class(choose_transport(recipe)).memory(published_bytes, on_gpu=on_gpu)
     is_own_reference = recipe.lora.is_on and not recipe.train.reference  # with its adapter off
     trainer = predict_memory(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.lora.adapter import Adapter, adapter_of, add_adapter, find_targets, merge_adapter
+    from headrace.lora.adapter import Adapter, Target, adapter_of, add_adapter, find_targets, merge_adapter, target_of
     from headrace.lora.peft_folder import KEPT_BASE, AdapterError, base_of, read_settings, read_tensors, write_folder
     from headrace.lora.settings import LoraSettings
 else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +21,33 @@ from headrace.lora.peft_folder import AdapterError, read_tensors, write_folder
 from headrace.lora.settings import ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.lora.settings import LoraSettings
 
-    Applied = tuple[Mapping[str, Tensor], Tensor | None]
-    """An adapter's tensors by name, and the rows they apply to: [tokens, 1] of 0 and 1, or None for all."""
+    Applied = tuple[Mapping[str, Tensor] | None, Tensor | None]
+    """An adapter's tensors by name, None for its own; and the rows they apply to: [tokens, 1] of 0 and 1, or None for all."""
+    AddToRows = Callable[[Tensor, Tensor, Sequence["Target"]], Tensor]
+    """From the output of layers that read the same input, side by side, and that input, to the output with every row's own
+    version of the adapter."""
 
 _HELD_AS = "headrace_adapter"
+_OF_ALL: Sequence[Applied] = ((None, None),)
+
+
+@dataclass(eq=False)
+class Target:
+    """A linear layer and its matrices. Layers of one shape differ in the tensors alone, so they share one compilation."""
+
+    adapter: Adapter
+    name: str
+    down: Tensor
+    up: Tensor
+    versions: tuple[Tensor, Tensor] | None = None
+    """Several versions of both, stacked, where an engine applies them by row."""
 
 
 class Adapter(nn.Module):
@@ -51,7 +68,9 @@ class Adapter(nn.Module):
                 weight = nn.Parameter(values.to(linear.weight.device, linear.weight.dtype))
                 _nested(self, f"{name}.{part}").register_parameter("weight", weight)
         self.own: dict[str, Tensor] = dict(self.named_parameters())
-        self._applied: Sequence[Applied] = ((self.own, None),)
+        self._applied = _OF_ALL
+        self.add_to_rows: AddToRows | None = None
+        """Applies to each row of a pass its own version, instead of what `applying` says."""
 
     @staticmethod
     def shapes(targets: Mapping[str, nn.Linear], settings: LoraSettings) -> dict[str, tuple[int, ...]]:
@@ -106,15 +125,33 @@ class Adapter(nn.Module):
 
     def hook(self, linear: nn.Linear, name: str) -> None:
         """Add the adapter's output to a layer's."""
-        down, up = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+        down, up = (self.own[f"{name}.{part}.weight"] for part in ("lora_A", "lora_B"))
+        cast("Any", linear).headrace_target = Target(self, name, down, up)
+        linear.register_forward_hook(_add)
 
-        def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            for tensors, rows in self._applied:
-                added = F.linear(F.linear(inputs[0], tensors[down]), tensors[up]) * self.settings.scale
-                output = output + (added if rows is None else added * rows.to(added.dtype))
-            return output
+    def add(self, output: Tensor, hidden: Tensor, targets: Sequence[Target]) -> Tensor:
+        """What the layers `targets` give for `hidden`, from what they give without the adapter."""
+        if self.add_to_rows is not None:
+            return self.add_to_rows(output, hidden, targets)
+        (target,) = targets
+        for tensors, rows in self._applied:
+            down, up = target.down, target.up
+            if tensors is not None:
+                down, up = (tensors[f"{target.name}.{part}.weight"] for part in ("lora_A", "lora_B"))
+            added = F.linear(F.linear(hidden, down), up) * self.settings.scale
+            output = output + (added if rows is None else added * rows.to(added.dtype))
+        return output
 
-        linear.register_forward_hook(add)
+
+def _add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    target = target_of(module)
+    return output if target is None else target.adapter.add(output, inputs[0], (target,))  # None once it is merged
+
+
+def target_of(module: nn.Module) -> Target | None:
+    """A layer's part of the adapter."""
+    found: Target | None = getattr(module, "headrace_target", None)
+    return found
 
 
 def add_adapter(
@@ -142,14 +179,16 @@ def adapter_of(model: nn.Module) -> Adapter | None:
 
 @torch.no_grad()
 def merge_adapter(model: PreTrainedModel) -> None:
-    """Add a model's adapter to the weights of the layers it targets, from where it is off. Exact in float32 alone: in bfloat16
-    the sum drops most of a small update."""
+    """Add a model's adapter to the weights of the layers it targets, and take it off the model. Exact in float32 alone: in
+    bfloat16 the sum drops most of a small update."""
     adapter = adapter_of(model)
     assert adapter is not None, "there is nothing to merge"
     for name in find_targets(model, adapter.settings.targets):
         down, up = (adapter.own[f"{name}.{part}.weight"].float() for part in ("lora_A", "lora_B"))
-        model.get_submodule(name).get_parameter("weight").add_(up @ down, alpha=adapter.settings.scale)
-    adapter.turn_off()
+        linear = model.get_submodule(name)
+        linear.get_parameter("weight").add_(up @ down, alpha=adapter.settings.scale)
+        del cast("Any", linear).headrace_target
+    del model.__dict__[_HELD_AS]
 
 
 def find_targets(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Linear]:

@@ -186,21 +186,21 @@ class StagedWeights:
         """Make an update being received in another thread fail at its next piece."""
         self._is_given_up = True
 
-    def exchange(self) -> None:
-        """Make the model run what was filled."""
+    def exchange(self, *, keep: bool = False) -> Arena | None:
+        """Make the model run what was filled. `keep`: returns the set that ran before, which stays as it is from now on."""
         if self._staging is None or not self._is_whole:
             raise WeightError("no weights lie ready: the last fill failed, or there was none")
         if not self._in_place:
             self.arena.exchange(self._staging)
-            return
+            replaced = self._staging if keep else None
+            self._staging = None if keep else self._staging  # the next update allocates another
+            return replaced
+        replaced = self.arena.like() if keep else None
+        if replaced is not None:
+            replaced.copy_from(self.arena)
         self.arena.copy_from(self._staging)
         if self.arena.device.type == "cuda":  # the next fill must not overwrite what the copy still reads
             self._exchanged = torch.cuda.current_stream(self.arena.device).record_event()
-
-    def take_replaced(self) -> Arena:
-        """The set that ran before the last exchange, which stays as it is from now on; the next update allocates another."""
-        replaced, self._staging = self._staging, None
-        assert replaced is not None and not self._in_place, "what was replaced has been overwritten"
         return replaced
 
     def release(self) -> None:

@@ -24,7 +24,7 @@ accumulated). With recomputation a layer saves only its input, and its activatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.model import ALIGNMENT, bytes_per_number
@@ -212,7 +212,7 @@ def predict_memory(
     `frozen`: the numbers in each matrix that is not trained. `num_references`: frozen models of the same size.
     `publishing`: bytes that the weight sync takes in the same memory. `adapter`: numbers in the adapter that alone is trained,
     if there is one, and `adapter_width`: what it computes per token and layer between its matrices."""
-    costs = replace(COMPILED, saved=EAGER.saved) if on_gpu and adapter else COMPILED if on_gpu else EAGER
+    costs = COMPILED if on_gpu else EAGER
     width = bytes_per_number(dtype)
     vectors = shape.vectors
     matrices = max(num_parameters - vectors, 0) or shape.matrices

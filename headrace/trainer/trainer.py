@@ -134,8 +134,7 @@ class DeviceTrainer:
             self.optimizer.load_weights(digits)
         if settings.recompute == "layers":
             layers.recompute(model)
-        is_plain = not exact and dtype != torch.float32 and adapter is None  # an adapter's hooks would compile every layer anew
-        if self._device.type == "cuda" and is_plain and layers.can_compile(model):
+        if self._device.type == "cuda" and not exact and dtype != torch.float32 and layers.can_compile(model):
             layers.compile_all(model)
 
     def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:

@@ -91,8 +91,7 @@ class EngineCore:
         self.received = self.arena if self.adapter is None else Arena.adopt(self.adapter)  # what updates replace
         self.head = Head(model, exact=exact)
         has_kernels = kernels if kernels is not None else device.type == "cuda" and not exact
-        if has_kernels and self.adapter is not None:
-            raise ModelError("the native engine does not apply adapters on a GPU; set device = 'cpu', or merge the adapter")
+        self.keeps_addresses = has_kernels
         assert not (has_kernels and record_entropy)
         twin = self._make_twin() if has_kernels else None  # before anything is hooked to the model
         self.routers = routers = find_readable_routers(model)
@@ -110,7 +109,10 @@ class EngineCore:
         else:
             from headrace.engine.native.cuda.runner import CudaRunner
 
-            self.runner = runner = CudaRunner(model, twin, self.head, self.cache, self._slots, routers=routers)
+            received = None if self.adapter is None else self.received
+            self.runner = runner = CudaRunner(
+                model, twin, self.head, self.cache, self._slots, routers=routers, adapter_arena=received
+            )
             if graphs and device.type == "cuda":
                 runner.graphs.start()
         self.scheduler = Scheduler(
@@ -267,12 +269,12 @@ class EngineCore:
         """Whether the weights are in host memory, so that nothing can be computed."""
         return self._sleeping_weights is not None
 
-    def exchange_weights(self, spare: StagedWeights) -> None:
-        """Swap in the received weights; the next step runs them."""
+    def exchange_weights(self, spare: StagedWeights, *, keep: bool = False) -> Arena | None:
+        """Swap in the received weights; the next step runs them. `keep`: returns those that ran before."""
         if self.has_sleeping_weights:
             raise WeightError("the engine's weights are asleep; wake it before it is given others")
         with self.runner.in_order():
-            spare.exchange()
+            return spare.exchange(keep=keep)
 
     def changed_weights(self, *, policy: str, lineage: str, version: int, held: HeldAdapter | None = None) -> None:
         """Called after a swap. `held`: what ran before, which started requests keep. A request that has sampled keeps the
@@ -284,6 +286,7 @@ class EngineCore:
                     request.lineage = self.lineage
         if held is not None:
             self.scheduler.hold(held)
+            self.runner.hold_adapters()
         self.policy, self.lineage, self.version = policy, lineage, version
         self.scheduler.new_weights((lineage, version))
 

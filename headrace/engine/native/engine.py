@@ -46,7 +46,7 @@ class NativeEngine:
     def __init__(self, core: EngineCore, *, sync: WeightSync, timeline: Timeline) -> None:
         self.core = core
         self._sync, self._timeline = sync, timeline
-        self._spare = StagedWeights(core.adapter or core.model, arena=core.received)
+        self._spare = StagedWeights(core.adapter or core.model, arena=core.received, in_place=core.keeps_addresses or None)
         self._is_paused = self._is_closing = False
         self._loading = asyncio.Lock()  # held from an update's first byte to its swap: all updates share the staging memory
         self._work = Signal()
@@ -313,9 +313,9 @@ class NativeEngine:
 
     def _swap(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         core, held = self.core, None
-        core.exchange_weights(self._spare)
-        if interrupt is Interrupt.LEASE and core.num_started:
-            held = HeldAdapter(core.version, self._spare.take_replaced().views)
+        replaced = core.exchange_weights(self._spare, keep=interrupt is Interrupt.LEASE and core.num_started > 0)
+        if replaced is not None:
+            held = HeldAdapter(core.version, replaced.views, replaced.memory)
         core.changed_weights(policy=update.policy, lineage=update.lineage, version=update.version, held=held)
 
     # What it reports, from any thread: numbers may be a step old

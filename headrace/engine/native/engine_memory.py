@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from headrace.engine.settings import EngineSettings
     from headrace.model import ModelShape
 
+ADAPTER_PLACES = 8
+"""Versions of an adapter that a GPU holds for the rows of a step; more are made room for when rollouts keep more."""
 MEMORY_SHARE = 0.4
 """The most an automatic KV cache takes of the memory left after the weights; the rest is for the trainer and for computing."""
 _MAX_PROMPT_TOKENS = 8192  # computed in one step, next to the decoding

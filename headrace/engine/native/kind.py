@@ -25,10 +25,6 @@ class NativeKind(EngineKind):
         if recipe.engine.record_entropy and device != "cpu":
             told = "the kernels that sample on a GPU do not record it; leave it false, or set device = 'cpu'"
             raise ConfigError(f"engine.record_entropy = true: {told}")
-        if recipe.lora.is_on and device != "cpu":
-            raise ConfigError(
-                f"lora.rank = {recipe.lora.rank}: the native engine does not apply adapters on a GPU yet; set device = 'cpu'"
-            )
 
     def make_inline(
         self, recipe: Recipe, model_path: str, *, device: str, sync: WeightSync, timeline: Timeline, most_blocks: int

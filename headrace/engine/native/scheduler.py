@@ -127,7 +127,10 @@ class Scheduler:
             slots.table[slot, index] = block
             self._num_blocks_of[slot] = index + 1
             runner.add_block(slot, index, block)
-        return active[self._is_decoding[active]]
+        active = active[self._is_decoding[active]]
+        if slots.held:  # rows of one adapter side by side are computed together
+            active = active[np.argsort(slots.held_version[active], kind="stable")]
+        return active
 
     def _free_a_block(self, request: Request) -> bool:
         """Retract rollouts admitted later until a block is free; False if `request` itself had to be retracted."""
@@ -308,7 +311,7 @@ class Scheduler:
         self._stop_computing(request)
         del self.running[slot]
         self.slots.shapers.pop(slot, None)
-        self.slots.held.pop(slot, None)
+        self.slots.let_go(slot)
         self._is_decoding[slot] = False
         self.slots.epoch[slot] += 1
         self.slots.in_flight[slot] = 0
@@ -355,7 +358,7 @@ class Scheduler:
             if request.held is None:
                 request.held = held
                 if request.slot >= 0:
-                    self.slots.held[request.slot] = held
+                    self.slots.hold(request.slot, held)
 
     def new_weights(self, root: Hashable) -> None:
         """Empty the prefix cache; blocks of running rollouts, which now mix versions, never enter it."""

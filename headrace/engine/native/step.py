@@ -93,6 +93,7 @@ class Slots:
         self.needs_mask = np.zeros(slots, dtype=bool)
         self.shapers: dict[int, Shaper] = {}  # of the slots that have one; their next step waits until none is in flight
         self.held: dict[int, HeldAdapter] = {}  # of the slots whose requests keep an older version of the adapter
+        self.held_version = np.full(slots, -1, dtype=np.int32)  # of those; -1 where the newest runs
         self.in_flight = np.zeros(slots, dtype=np.int64)  # tokens of steps launched and not yet collected
         self.epoch = np.zeros(slots, dtype=np.int64)  # counts a slot's rollouts: tokens sampled for an earlier one are dropped
 
@@ -102,11 +103,15 @@ class Slots:
 
     def versions_of(self, slots: Array, *, newest: int) -> Array:
         """The version of the weights that each of these slots runs."""
-        versions = np.full(len(slots), newest, dtype=np.int32)
-        for row, slot in enumerate(slots.tolist()) if self.held else ():
-            if slot in self.held:
-                versions[row] = self.held[slot].version
-        return versions
+        held: Array = self.held_version[slots]
+        return np.where(held < 0, np.int32(newest), held)
+
+    def hold(self, slot: int, held: HeldAdapter) -> None:
+        self.held[slot], self.held_version[slot] = held, held.version
+
+    def let_go(self, slot: int) -> None:
+        self.held.pop(slot, None)
+        self.held_version[slot] = -1
 
     def is_restricted(self, slots: Array) -> Array:
         """Which slots cannot sample every token next: truncated, or too early for a stop token."""
@@ -130,7 +135,7 @@ class Slots:
         truncation = (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.temperature else (0, 1, 0)
         self.sampling[slot] = (sampling.temperature, *truncation)
         if request.held is not None:
-            self.held[slot] = request.held
+            self.hold(slot, request.held)
         if request.shaping is not None:
             self.shapers[slot] = Shaper(request, request.shaping)
         self.is_truncated[slot] = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
@@ -157,6 +162,9 @@ class Runner:
 
     def add_block(self, slot: int, index: int, block: int) -> None:
         """Called when a running rollout gets one more block."""
+
+    def hold_adapters(self) -> None:
+        """Called when running rollouts came to keep the adapter they ran."""
 
     def launch(self, plan: StepPlan) -> object:
         """Start a step, possibly without waiting for it; the core passes the result to `collect`."""

@@ -37,12 +37,12 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "CudaRunner", functools.partial(CudaRunner, prompt_buckets=(4, 8)))
 
 
-def make_model() -> PreTrainedModel:
+def make_model(*, layers: int = 2) -> PreTrainedModel:
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,
@@ -269,7 +269,7 @@ def test_a_token_has_the_version_of_the_weights_that_drew_it() -> None:
         request(core, done, "short", prompt(4, seed=1), max_tokens=7, seed=2)
         core.step()
         weights = core.model.get_output_embeddings().weight
-        core.exchange_weights(SimpleNamespace(exchange=lambda weights=weights: weights.data.mul_(-1.0)))
+        core.exchange_weights(SimpleNamespace(exchange=lambda weights=weights, **_: weights.data.mul_(-1.0)))
         core.changed_weights(policy="policy", lineage="l", version=3)
         finish(core)
         results.append(done)

@@ -3,6 +3,7 @@ The host fills a bucket's control buffer, `Bucket.run` computes the step from it
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from headrace.engine.native.cuda.adapters import AdapterBank
     from headrace.engine.native.cuda.slot_state import SlotState
     from headrace.engine.native.kv_cache import PagedCache
     from headrace.engine.native.step import Chunk
@@ -85,10 +87,12 @@ class Buckets:
         cache: PagedCache,
         *,
         routers: dict[PreTrainedModel, Routers | None],
+        bank: AdapterBank | None,
         prompt_buckets: Sequence[int],
         device: torch.device,
     ) -> None:
         self._state, self._head, self._cache, self._routers, self._device = state, head, cache, routers, device
+        self._bank = bank
         self._nobody = len(state.tokens) - 1
         self.decode_sizes = decode_buckets(self._nobody)
         self.prompt_shapes = [PromptShape(size) for size in prompt_buckets]
@@ -125,7 +129,7 @@ class Buckets:
             state.add_blocks(control[1 + size :], control[:1], most=size)
             state.feed(control[1 : 1 + size], row_slots, tokens, positions, places, block=block)
             context = DecodeContext(state.table, row_slots, positions, places, block)
-            hidden = self._hidden(model, tokens, positions, context)
+            hidden = self._hidden(model, tokens, positions, row_slots, context)
             allowed = self.allowed_rows(size, is_scratch=is_scratch) if is_restricted else None
             return self._sample(hidden, row_slots, out, allowed)
 
@@ -144,16 +148,18 @@ class Buckets:
             state = self._state
             state.find_places(owners, positions, places, block=block)
             context = PrefillContext(state.table, tiles, places, block)
-            hidden = self._hidden(model, tokens, positions, context)
+            hidden = self._hidden(model, tokens, positions, owners, context)
             allowed = self.allowed_rows(shape.sampled, is_scratch=is_scratch) if is_restricted else None
             return self._sample(hidden.index_select(0, rows), slots, out, allowed)
 
         return Bucket(control, out, run, lambda: self._make_prompt(shape, is_scratch=True))
 
     def _hidden(
-        self, model: PreTrainedModel, tokens: Tensor, positions: Tensor, context: DecodeContext | PrefillContext
+        self, model: PreTrainedModel, tokens: Tensor, positions: Tensor, slots: Tensor, context: DecodeContext | PrefillContext
     ) -> Tensor:
-        with self._cache.recording(self._routers[model], context.places):
+        """`slots`: of each row."""
+        adding = contextlib.nullcontext() if self._bank is None else self._bank.adding(model, slots)
+        with self._cache.recording(self._routers[model], context.places), adding:
             return hidden_states(model, tokens, positions, context)
 
     def _sample(self, hidden: Tensor, slots: Tensor, out: Tensor, allowed: Tensor | None) -> Tensor | None:

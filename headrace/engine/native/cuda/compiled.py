@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from headrace.engine.native.cuda import adapters as adapters  # its operator is named below
+from headrace.lora import adapter_of, target_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.native.kv_cache import PagedCache
+    from headrace.lora import Target
     from headrace.model import Arena
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children of a module that read the same input
@@ -29,7 +33,8 @@ _RECOMPILES = 64
 
 def make_twin(model: PreTrainedModel, arena: Arena) -> PreTrainedModel:
     """A copy of the model's modules over the model's own tensors."""
-    shared = [*model.parameters(), *model.buffers()]
+    adapter = adapter_of(model)
+    shared = [*model.parameters(), *model.buffers(), *([] if adapter is None else adapter.parameters())]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     _join_projections(twin, arena)
     return twin
@@ -50,14 +55,19 @@ class _Part(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, start: int, stop: int, targets: Sequence[Target]) -> None:
+        """`targets`: all of them, if an adapter targets them."""
         super().__init__()
+        self.headrace_targets = tuple(targets)
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self._start, self._stop = start, stop
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight, self.bias)[..., self._start : self._stop]
+        output = F.linear(hidden, self.weight, self.bias)
+        if self.headrace_targets:
+            output = self.headrace_targets[0].adapter.add(output, hidden, self.headrace_targets)
+        return output[..., self._start : self._stop]
 
 
 def _join_projections(model: PreTrainedModel, arena: Arena) -> None:
@@ -70,7 +80,8 @@ def _join_projections(model: PreTrainedModel, arena: Arena) -> None:
 
 def _join(module: nn.Module, names: Sequence[str], parts: list[nn.Linear], arena: Arena, path: str) -> None:
     has_bias = [part.bias is not None for part in parts]
-    if len(set(has_bias)) > 1:
+    targets = [target for target in map(target_of, parts) if target is not None]
+    if len(set(has_bias)) > 1 or len(targets) not in (0, len(parts)):
         return
     weight = _joined(arena, [f"{path}.{name}.weight" for name in names])
     bias = _joined(arena, [f"{path}.{name}.bias" for name in names]) if has_bias[0] else None
@@ -78,7 +89,7 @@ def _join(module: nn.Module, names: Sequence[str], parts: list[nn.Linear], arena
         return
     start = 0
     for name, part in zip(names, parts, strict=True):
-        setattr(module, name, _Part(weight, bias, start, start + part.out_features))
+        setattr(module, name, _Part(weight, bias, start, start + part.out_features, targets))
         start += part.out_features
 
 
@@ -116,6 +127,7 @@ _PURE = {
     _aten.expand.default,
     _aten._to_copy.default,
     torch.ops.prims.convert_element_type.default,
+    torch.ops.headrace.add_low_rank.default,
 }
 
 

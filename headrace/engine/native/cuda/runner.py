@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 from headrace.engine.native.cuda import compiled
+from headrace.engine.native.cuda.adapters import AdapterBank
 from headrace.engine.native.cuda.buckets import PROMPT_BUCKETS, Buckets, split_chunks, tiles_of
 from headrace.engine.native.cuda.graphs import GraphCapture
 from headrace.engine.native.cuda.slot_state import SLOT_FIELDS, SlotState
 from headrace.engine.native.plain_runner import PlainRunner
 from headrace.engine.native.step import Runner, StepOutput, StepPlan
-from headrace.model import find_readable_routers
+from headrace.model import adapter_of, find_readable_routers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from headrace.engine.native.kv_cache import PagedCache
     from headrace.engine.native.step import Chunk, Slots
     from headrace.engine.shaping import TopLogprobs
-    from headrace.model import Head, Routers
+    from headrace.model import Arena, Head, Routers
     from headrace.records import Array
 
 _STOPS = 16
@@ -123,39 +124,56 @@ class CudaRunner(Runner):
         slots: Slots,
         *,
         routers: Routers | None,
+        adapter_arena: Arena | None = None,
         prompt_buckets: Sequence[int] = PROMPT_BUCKETS,
     ) -> None:
-        """`twin`: made from the model before any hooks; graphs run the twin, eager steps the model."""
+        """`twin`: made from the model before it got the routers' hooks; graphs run the twin, eager steps the model.
+        `adapter_arena`: of the model's adapter, if it has one."""
         self.cache, self._slots, self._model = cache, slots, model
         self._device = next(model.parameters()).device
+        adapter = adapter_of(model)
+        self._bank: AdapterBank | None = None
+        if adapter is not None and adapter_arena is not None:
+            self._bank = AdapterBank(adapter, adapter_arena, slots=len(slots.length))
         for each in (model, twin):
             compiled.attach_cache(each, cache)
+            if self._bank is not None:
+                self._bank.attach(each)
         self._nobody = len(slots.length)
         self._plain = PlainRunner(model, head, cache, slots, exact=False, routers=routers)  # for shaped rollouts
         self._state = SlotState.make(slots=self._nobody, blocks=slots.table.shape[1], stops=_STOPS, device=self._device)
         by_model = {model: routers, twin: find_readable_routers(twin)}
-        self.buckets = Buckets(self._state, head, cache, routers=by_model, prompt_buckets=prompt_buckets, device=self._device)
+        self.buckets = Buckets(
+            self._state, head, cache, routers=by_model, bank=self._bank, prompt_buckets=prompt_buckets, device=self._device
+        )
         self.graphs: GraphCapture = GraphCapture(self.buckets, self._state, twin, compiles=routers is None, device=self._device)
         most = self.buckets.prompt_shapes[-1]
         self.max_prompt_tokens, self.max_sampled = most.tokens, most.sampled
         self._stream = _Stream(self._device)
         self._started: dict[int, None] = {}
+        self._has_new_adapters = False  # some slot may have another one than the bank says
         self._new_blocks: dict[int, list[tuple[int, int]]] = {}
         self._lent: list[Tensor] = []
 
     def start_slot(self, slot: int) -> None:
         self._started[slot] = None
+        self._has_new_adapters = True
         self._new_blocks.pop(slot, None)  # of the rollout before
 
     def add_block(self, slot: int, index: int, block: int) -> None:
         if slot not in self._started and slot not in self._slots.shapers:
             self._new_blocks.setdefault(slot, []).append((index, block))
 
+    def hold_adapters(self) -> None:
+        self._has_new_adapters = True
+
     @torch.no_grad()
     def launch(self, plan: StepPlan) -> _StepInFlight:
         with self._stream.entered():
             if self._started:
                 self._start_slots()
+            if self._bank is not None and self._has_new_adapters:
+                self._place_adapters(self._bank)
             self.cache.copy(plan.copies_before)
             plan, shaped = self._run_shaped(plan) if self._slots.shapers else (plan, _NOT_SHAPED)
             batches = split_chunks(plan.chunks, self.buckets.prompt_shapes[-1])
@@ -233,15 +251,33 @@ class CudaRunner(Runner):
         on_device = buffer[: len(started) * width].to(self._device, non_blocking=True).view(len(started), width)
         self._state.start(on_device, num_blocks=num_blocks)
 
+    def _place_adapters(self, bank: AdapterBank) -> None:
+        self._has_new_adapters = False
+        while bank.lacks_room(self._slots.held):
+            self.suspend()
+            bank.grow()
+            self._forget_graphs()
+            self.resume()
+            self.graphs.restart()
+        places = bank.choose_places(self._slots.held)
+        if places is not None:
+            buffer = self._borrow(len(places))
+            buffer.numpy()[: len(places)] = places
+            bank.places.copy_(buffer[: len(places)], non_blocking=True)
+
+    def _forget_graphs(self) -> None:
+        """They hold an address that has changed."""
+        with self.buckets.lock:
+            for bucket in self.buckets.all():
+                bucket.graphs.clear()
+
     def _widen_stops(self, width: int) -> None:
         """Make room for more stop tokens; graphs hold the old address and are captured again."""
         wider = torch.full((self._nobody + 1, width), -1, dtype=torch.int32, device=self._device)
         wider[:, : self._state.stops.shape[1]] = self._state.stops
         self._stream.synchronize()  # no graph is running
-        with self.buckets.lock:
-            self._state.stops = wider
-            for bucket in self.buckets.all():
-                bucket.graphs.clear()
+        self._state.stops = wider
+        self._forget_graphs()
         self.graphs.restart()
 
     def _launch_decode(self, decoding: Array) -> _Part:

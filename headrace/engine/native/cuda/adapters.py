@@ -1,0 +1,178 @@
+"""Adapters by row: each row of a step adds the version of the adapter that its rollout runs.
+
+The bank holds several versions of the adapter's arena side by side; place 0 is the newest, which updates overwrite. The two
+kernels read the place of a row's slot on the device, so that graphs stay valid when rollouts and versions change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from headrace.engine.native.cuda.kernels.low_rank import down_kernel, up_kernel
+from headrace.engine.native.engine_memory import ADAPTER_PLACES
+from headrace.lora import adapter_of, target_of
+from headrace.model import Arena, allocate_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from transformers import PreTrainedModel
+
+    from headrace.engine.request import HeldAdapter
+    from headrace.lora import Adapter, Target
+    from headrace.records import Array
+
+_MOST_SPLITS = 8
+_SPLIT = 512  # inputs of a program, where rows are few
+
+
+@torch.library.custom_op("headrace::add_low_rank", mutates_args=())
+def add_low_rank(
+    output: Tensor, hidden: Tensor, downs: list[Tensor], ups: list[Tensor], slots: Tensor, places: Tensor, scale: float
+) -> Tensor:
+    """`output` [rows, all widths] + scale · up · down · `hidden` [rows, inputs], where `downs` [places, rank, inputs] and `ups`
+    [places, width, rank] are of up to three layers whose outputs lie side by side. A row's place is that of its slot. All
+    matrices have the same stride between places."""
+    hidden, flat = hidden.reshape(-1, hidden.shape[-1]), output.reshape(-1, output.shape[-1])
+    rows, width = hidden.shape
+    rank, widths = downs[0].shape[1], [up.shape[1] for up in ups]
+    rank_pad = max(16, triton.next_power_of_2(rank))
+    is_few = rows <= 512
+    tile_rows = 16 if rows <= 64 else 32 if is_few else 64
+    splits = min(_MOST_SPLITS, triton.cdiv(width, _SPLIT)) if is_few else 1
+    share = triton.cdiv(triton.cdiv(width, splits), 128) * 128
+    between = hidden.new_empty((splits, rows, len(downs) * rank_pad), dtype=torch.float32)
+    out = torch.empty_like(flat)
+    columns, tiles = 128, [triton.cdiv(each, 128) for each in widths]
+    padded = [*downs, downs[0], downs[0]][:3], [*ups, ups[0], ups[0]][:3]
+    precision = "ieee" if hidden.dtype == torch.float32 else "tf32"
+    sizes = {"RANK": rank, "RANK_PAD": rank_pad, "ROWS": tile_rows, "PRECISION": precision}
+    down_kernel[(triton.cdiv(rows, tile_rows), len(downs), splits)](
+        hidden, *padded[0], slots, places, between,
+        rows, width, share, hidden.stride(0), downs[0].stride(0), between.stride(1), TILE=128, **sizes,
+    )  # fmt: skip
+    up_kernel[(triton.cdiv(rows, tile_rows), sum(tiles))](
+        flat, between, *padded[1], slots, places, out,
+        rows, *[*widths, 0, 0][:3], *[*tiles, sum(tiles)][:2], ups[0].stride(0), flat.stride(0), out.stride(0), between.stride(1), scale,
+        SPLITS=splits, COLUMNS=columns, **sizes,
+    )  # fmt: skip
+    return out.view(output.shape)
+
+
+@add_low_rank.register_fake
+def _(
+    output: Tensor, hidden: Tensor, downs: list[Tensor], ups: list[Tensor], slots: Tensor, places: Tensor, scale: float
+) -> Tensor:
+    return torch.empty_like(output, memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True, eq=False)
+class RowAdapters:
+    """The adapters of one step's rows."""
+
+    slots: Tensor  # [rows] int32
+    places: Tensor  # [slots + 1] int32
+    scale: float
+
+    def add(self, output: Tensor, hidden: Tensor, targets: Sequence[Target]) -> Tensor:
+        downs, ups = [], []
+        for target in targets:
+            assert target.versions is not None
+            downs.append(target.versions[0])
+            ups.append(target.versions[1])
+        added: Tensor = add_low_rank(output, hidden, downs, ups, self.slots, self.places, self.scale)
+        return added
+
+
+class AdapterBank:
+    """The versions that running rollouts use, and which place each has."""
+
+    def __init__(self, adapter: Adapter, arena: Arena, *, slots: int) -> None:
+        """`arena`: of the newest version, which moves to place 0."""
+        self.arena, self.scale = arena, adapter.settings.scale
+        self._held: dict[int, HeldAdapter] = {}  # by place
+        self._given = np.zeros(slots + 1, dtype=np.int32)
+        self.places = torch.zeros(slots + 1, dtype=torch.int32, device=arena.device)
+        self._models: list[PreTrainedModel] = []
+        self._allocate(ADAPTER_PLACES)
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Point the layers of a model, or of its twin, at the versions."""
+        self._models.append(model)
+        self._point(model)
+
+    @contextlib.contextmanager
+    def adding(self, model: PreTrainedModel, slots: Tensor) -> Iterator[None]:
+        """Within it, a pass of the model adds to each row the adapter of its slot."""
+        adapter = adapter_of(model)
+        assert adapter is not None
+        adapter.add_to_rows = RowAdapters(slots, self.places, self.scale).add
+        try:
+            yield
+        finally:
+            adapter.add_to_rows = None
+
+    def choose_places(self, held: Mapping[int, HeldAdapter]) -> Array | None:
+        """The place of every slot, if any has changed; copies in what is not there. `held`: by slot; all others run the newest.
+        The bank has room (`lacks_room`)."""
+        wanted = {id(each): each for each in held.values()}
+        self._held = {place: each for place, each in self._held.items() if id(each) in wanted}
+        by_id = {id(each): place for place, each in self._held.items()}
+        free = [place for place in range(1, len(self._memory)) if place not in by_id.values()]
+        for key in wanted.keys() - by_id.keys():
+            place = by_id[key] = free.pop(0)
+            self._held[place] = wanted[key]
+            self._fill(place, wanted[key])
+        given = np.zeros_like(self._given)
+        for slot, each in held.items():
+            given[slot] = by_id[id(each)]
+        is_changed = not np.array_equal(given, self._given)
+        self._given = given
+        return given if is_changed else None
+
+    def lacks_room(self, held: Mapping[int, HeldAdapter]) -> bool:
+        return len({id(each) for each in held.values()}) >= len(self._memory)
+
+    def grow(self) -> None:
+        """Twice as many places, in other memory: nothing may run."""
+        before = self._memory
+        self._allocate(2 * len(before))
+        self._memory[1 : len(before)] = before[1:]
+        for model in self._models:
+            self._point(model)
+
+    def _allocate(self, num_places: int) -> None:
+        num_bytes = self.arena.num_bytes
+        self._memory = allocate_bytes(num_places * num_bytes, self.arena.device).view(num_places, num_bytes).zero_()
+        newest = Arena(self.arena.slots, device=self.arena.device, allocate=lambda *_: self._memory[0])
+        newest.copy_from(self.arena)
+        self.arena.exchange(newest)
+
+    def _versions(self, name: str) -> Tensor:
+        """[places, *shape of the tensor]"""
+        slot = self.arena.slots[name]
+        start = self.arena.views[name].data_ptr() - self._memory.data_ptr()
+        part = self._memory[:, start : start + self.arena.views[name].nbytes]
+        versions: Tensor = part.view(slot.dtype).unflatten(1, slot.shape)
+        return versions
+
+    def _fill(self, place: int, held: HeldAdapter) -> None:
+        if held.memory is not None:
+            self._memory[place].copy_(held.memory)
+            return
+        for name in self.arena.slots:
+            self._versions(name)[place].copy_(held.tensors[name])
+
+    def _point(self, model: PreTrainedModel) -> None:
+        for module in model.modules():
+            for target in (*getattr(module, "headrace_targets", ()), target_of(module)):
+                if target is not None:
+                    down, up = (self._versions(f"{target.name}.{part}.weight") for part in ("lora_A", "lora_B"))
+                    target.versions = down, up

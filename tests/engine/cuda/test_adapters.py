@@ -1,0 +1,196 @@
+"""Adapters by row: the kernels against plain torch, and whole engines with several versions in a batch."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from kernel_device import DEVICE, ints
+from test_runner import assert_same, finish, make_model, prompt
+
+from headrace.engine.native.core import EngineCore
+from headrace.engine.native.cuda import attention, runner
+from headrace.engine.native.cuda.adapters import AdapterBank, add_low_rank
+from headrace.engine.native.cuda.runner import CudaRunner
+from headrace.engine.request import HeldAdapter, Request
+from headrace.lora import LoraSettings, adapter_of, add_adapter
+from headrace.model import StagedWeights
+from headrace.records import Rollout, Sampling
+
+
+@pytest.mark.parametrize(
+    ("widths", "inputs", "rows", "rank"),
+    [([24, 8, 8], 16, 7, 5), ([40], 1100, 20, 16), ([130, 10], 140, 70, 3)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])])  # not interpreted
+def test_each_row_gets_the_version_of_its_slot(
+    widths: list[int], inputs: int, rows: int, rank: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    shapes = [*((rank, inputs) for _ in widths), *((width, rank) for width in widths)]
+    memory = torch.randn(3, sum(map(math.prod, shapes)), dtype=dtype, device=DEVICE)  # a version in each row, as in the bank
+    parts = memory.split([math.prod(shape) for shape in shapes], dim=1)
+    matrices = [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+    downs, ups = matrices[: len(widths)], matrices[len(widths) :]
+    hidden = torch.randn(rows, inputs, dtype=dtype, device=DEVICE)
+    output = torch.randn(rows, sum(widths), dtype=dtype, device=DEVICE)
+    places = ints([0, 2, 1, 0, 2, 1])
+    slots = torch.randint(0, 6, (rows,), dtype=torch.int32, device=DEVICE)
+    found = add_low_rank(output, hidden, downs, ups, slots, places, 0.5)
+    place = places[slots.long()].long()
+    added = [
+        torch.einsum("nor,nr->no", up[place].float(), torch.einsum("nri,ni->nr", down[place].float(), hidden.float()))
+        for down, up in zip(downs, ups, strict=True)
+    ]
+    wanted = output.float() + 0.5 * torch.cat(added, dim=1)
+    scale = wanted.abs().max()
+    assert (found.float() - wanted).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * scale
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_MAX_SPLITS", 1)
+    monkeypatch.setattr(runner, "CudaRunner", functools.partial(CudaRunner, prompt_buckets=(4, 8)))
+
+
+def make_core(*, kernels: bool, targets: tuple[str, ...] = ("all",)) -> EngineCore:
+    model = make_model(layers=1)
+    adapter = add_adapter(model, LoraSettings(rank=3, alpha=6.0, targets=targets), seed=1)
+    with torch.no_grad():
+        for index, tensor in enumerate(adapter.parameters()):
+            draws = torch.Generator().manual_seed(index)
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=draws))
+    return EngineCore(model, name="e", slots=4, context=12, block_size=4, kernels=kernels, graphs=False)
+
+
+def versions_of(core: EngineCore, count: int) -> list[HeldAdapter | None]:
+    """The engine's own, then others."""
+    assert core.adapter is not None
+    own = {name: tensor.detach().clone() for name, tensor in core.adapter.own.items()}
+    return [None, *(HeldAdapter(50 + i, {name: -i * tensor for name, tensor in own.items()}) for i in range(1, count))]
+
+
+def generated(core: EngineCore, versions: list[HeldAdapter | None], *, num_tokens: int = 6) -> dict[str, Rollout]:
+    done: dict[str, Rollout] = {}
+    for index, held in enumerate(versions):
+        given = Rollout.from_prompt(prompt(3 + index, seed=index), id=f"r{index}")
+        sampling = Sampling(max_tokens=num_tokens, seed=index)
+        core.submit(Request(given, sampling, on_done=lambda each: done.__setitem__(each.id, each), held=held))
+    finish(core)
+    return done
+
+
+def test_a_batch_of_several_versions_is_what_the_plain_engine_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More versions than there were places for; projections of one input that an adapter targets in part stay apart."""
+    monkeypatch.setattr("headrace.engine.native.cuda.adapters.ADAPTER_PLACES", 2)
+    targets = ("q_proj", "gate_proj", "up_proj", "down_proj")
+    cores = [make_core(kernels=kernels, targets=targets) for kernels in (True, False)]
+    found, wanted = (generated(core, versions_of(core, 3), num_tokens=2) for core in cores)
+    assert found.keys() == wanted.keys() and len({tuple(each.token_ids.tolist()) for each in found.values()}) == 3
+    for name, rollout in found.items():
+        assert_same(rollout, wanted[name])
+    assert found["r0"].versions[-1] == 0 and found["r2"].versions[-1] == 52
+    assert isinstance(cores[0].runner, CudaRunner) and cores[0].runner._bank is not None
+    assert len(cores[0].runner._bank._memory) == 4
+
+
+def leased(*, kernels: bool) -> dict[str, Rollout]:
+    """A rollout that is running when an update comes and keeps its version, and one that begins later."""
+    core, done = make_core(kernels=kernels), dict[str, Rollout]()
+    assert core.adapter is not None
+    spare = StagedWeights(core.adapter, arena=core.received, in_place=kernels)
+
+    def submit(name: str) -> None:
+        given = Request(
+            Rollout.from_prompt(prompt(3), id=name), Sampling(max_tokens=3), on_done=lambda r: done.update({r.id: r})
+        )
+        core.submit(given)
+        core.step()
+
+    submit("before")
+    spare._staging, spare._is_whole = core.received.like(), True
+    spare._staging.memory.copy_(core.received.memory)
+    spare._staging.flat[torch.float32].mul_(-1.5)
+    replaced = core.exchange_weights(spare, keep=True)
+    assert replaced is not None
+    core.changed_weights(policy="p", lineage="l", version=1, held=HeldAdapter(0, replaced.views, replaced.memory))
+    submit("after")
+    finish(core)
+    return done
+
+
+def test_an_update_reaches_the_rows_and_leased_ones_keep_their_version() -> None:
+    found, wanted = leased(kernels=True), leased(kernels=False)
+    assert [set(found[name].versions[3:].tolist()) for name in ("before", "after")] == [{0}, {1}]
+    for name in found:
+        assert_same(found[name], wanted[name])
+
+
+COMPILED = """
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from headrace.engine.native.cuda import compiled
+from headrace.engine.native.cuda.adapters import AdapterBank
+from headrace.lora import LoraSettings, adapter_of, add_adapter
+from headrace.model import Arena, hidden_states
+from headrace.model.load import prepare
+
+class Causal:
+    def attend(self, module, query, key, value, spec):
+        key, value = (each.repeat_interleave(2, dim=1) for each in (key, value))
+        heads = (each.transpose(0, 1) for each in (query, key, value))
+        return F.scaled_dot_product_attention(*heads, is_causal=True, scale=spec.scaling).transpose(0, 1)
+
+torch.manual_seed(0)
+model = prepare(Qwen3ForCausalLM(Qwen3Config(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=8, max_position_embeddings=64)).eval(), name="small")
+adapter = add_adapter(model, LoraSettings(rank=3, alpha=6.0), seed=1)
+with torch.no_grad():
+    for tensor in adapter.parameters():
+        tensor.normal_()
+arena = Arena.adopt(model)
+twin = compiled.make_twin(model, arena)
+bank = AdapterBank(adapter, Arena.adopt(adapter), slots=4)
+bank.attach(model), bank.attach(twin)
+tokens = torch.arange(6)
+slots = torch.zeros(6, dtype=torch.int32)
+compiled.compile_layers(twin)
+
+def run(which):
+    with torch.no_grad(), bank.adding(which, slots):
+        return hidden_states(which, tokens, tokens, Causal())
+
+with torch.no_grad():
+    plain = hidden_states(model, tokens, tokens, Causal())
+    with adapter.off():
+        without = hidden_states(model, tokens, tokens, Causal())
+assert (plain - without).abs().max() > 1e-2
+assert (run(model) - plain).abs().max() < 1e-4
+assert (run(twin) - plain).abs().max() < 1e-4
+layers = counters["stats"]["unique_graphs"]
+assert layers <= 4, f"{layers} graphs: each layer is compiled anew"
+"""
+
+
+def test_layers_with_an_adapter_share_one_compilation(tmp_path: object) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_model_and_its_twin_add_at_the_same_time() -> None:
+    """A twin is captured in one thread while the model runs in another: what one adds to its rows is not the other's."""
+    core = make_core(kernels=True)
+    assert isinstance(core.runner, CudaRunner) and core.runner._bank is not None
+    model, twin = core.model, core.runner.graphs._twin
+    assert adapter_of(model) is not adapter_of(twin)
+    with core.runner._bank.adding(twin, ints([0])):
+        assert adapter_of(model).add_to_rows is None
