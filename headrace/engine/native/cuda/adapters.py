@@ -60,7 +60,8 @@ def add_low_rank(
     )  # fmt: skip
     up_kernel[(triton.cdiv(rows, tile_rows), sum(tiles))](
         flat, between, *padded[1], slots, places, out,
-        rows, *[*widths, 0, 0][:3], *[*tiles, sum(tiles)][:2], ups[0].stride(0), flat.stride(0), out.stride(0), between.stride(1), scale,
+        rows, *[*widths, 0, 0][:3], *[*tiles, sum(tiles)][:2],
+        ups[0].stride(0), flat.stride(0), out.stride(0), between.stride(1), scale,
         SPLITS=splits, COLUMNS=columns, **sizes,
     )  # fmt: skip
     return out.view(output.shape)
