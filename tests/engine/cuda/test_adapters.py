@@ -15,7 +15,7 @@ from test_runner import assert_same, finish, make_model, prompt
 
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.cuda import attention, runner
-from headrace.engine.native.cuda.adapters import AdapterBank, add_low_rank
+from headrace.engine.native.cuda.adapters import add_low_rank
 from headrace.engine.native.cuda.runner import CudaRunner
 from headrace.engine.request import HeldAdapter, Request
 from headrace.lora import LoraSettings, adapter_of, add_adapter
@@ -180,7 +180,8 @@ assert layers <= 4, f"{layers} graphs: each layer is compiled anew"
 """
 
 
-def test_layers_with_an_adapter_share_one_compilation(tmp_path: object) -> None:
+@pytest.mark.long
+def test_layers_with_an_adapter_share_one_compilation() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
