@@ -29,7 +29,7 @@ from headrace.bench.step import Peers, measure
 from headrace.bench.step_plan import Variant, make_plan as step_plan
 from headrace.engine import EngineCore, HeldAdapter, Request
 from headrace.lora import LoraSettings, adapter_of, merge_adapter
-from headrace.model import ModelSettings, StagedWeights, build_folder, load_model, load_tokenizer, named_tensors, narrow
+from headrace.model import ModelSettings, StagedWeights, build_folder, load_model, load_tokenizer, narrow
 from headrace.sync import Lineage, MemoryTransport, SharedMemoryTransport, WeightSync
 from headrace.trainer import DeviceTrainer, TrainSettings
 
@@ -128,7 +128,7 @@ def _publish(plan: Plan) -> Iterator[list[Row]]:
             staged, seconds = StagedWeights(learner), 0.0
             for version in (1, 2):  # the first allocates
                 started = time.perf_counter()
-                update = ends[0].offer(version, named_tensors(learner))
+                update = ends[0].offer(version, staged.arena)
                 staged.receive(update, partial(ends[1].receive, update))
                 staged.exchange()
                 wait(plan.device)

@@ -11,7 +11,7 @@ import difflib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from headrace.lora.peft_folder import AdapterError, read_tensors, write_folder
 from headrace.lora.settings import ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
     Applied = tuple[Mapping[str, Tensor] | None, Tensor | None]
     """An adapter's tensors by name, None for its own; and the rows they apply to: [tokens, 1] of 0 and 1, or None for all."""
-    AddToRows = Callable[[Tensor, Tensor, Sequence["Target"]], Tensor]
-    """From the output of layers that read the same input, side by side, and that input, to the output with every row's own
-    version of the adapter."""
 
 _HELD_AS = "headrace_adapter"
 _OF_ALL: Sequence[Applied] = ((None, None),)
@@ -48,6 +45,13 @@ class Target:
     up: Tensor
     versions: tuple[Tensor, Tensor] | None = None
     """Several versions of both, stacked, where an engine applies them by row."""
+
+
+class ByRow(Protocol):
+    """Where every row of a pass has its own version: `headrace.engine.native.cuda.adapters`."""
+
+    def add(self, output: Tensor, hidden: Tensor, target: Target) -> Tensor: ...
+    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Sequence[Target]) -> Tensor: ...
 
 
 class Adapter(nn.Module):
@@ -69,7 +73,7 @@ class Adapter(nn.Module):
                 _nested(self, f"{name}.{part}").register_parameter("weight", weight)
         self.own: dict[str, Tensor] = dict(self.named_parameters())
         self._applied = _OF_ALL
-        self.add_to_rows: AddToRows | None = None
+        self.by_row: ByRow | None = None
         """Applies to each row of a pass its own version, instead of what `applying` says."""
 
     @staticmethod
@@ -129,11 +133,10 @@ class Adapter(nn.Module):
         cast("Any", linear).headrace_target = Target(self, name, down, up)
         linear.register_forward_hook(_add)
 
-    def add(self, output: Tensor, hidden: Tensor, targets: Sequence[Target]) -> Tensor:
-        """What the layers `targets` give for `hidden`, from what they give without the adapter."""
-        if self.add_to_rows is not None:
-            return self.add_to_rows(output, hidden, targets)
-        (target,) = targets
+    def add(self, output: Tensor, hidden: Tensor, target: Target) -> Tensor:
+        """What a layer gives for `hidden`, from what it gives without the adapter."""
+        if self.by_row is not None:
+            return self.by_row.add(output, hidden, target)
         for tensors, rows in self._applied:
             down, up = target.down, target.up
             if tensors is not None:
@@ -145,7 +148,7 @@ class Adapter(nn.Module):
 
 def _add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     target = target_of(module)
-    return output if target is None else target.adapter.add(output, inputs[0], (target,))  # None once it is merged
+    return output if target is None else target.adapter.add(output, inputs[0], target)  # None once it is merged
 
 
 def target_of(module: nn.Module) -> Target | None:

@@ -12,11 +12,14 @@ import torch
 import transformers
 
 from headrace.engine.native.core import EngineCore
-from headrace.engine.request import Request
+from headrace.engine.request import HeldAdapter, Request
+from headrace.lora import LoraSettings, add_adapter
 from headrace.model.load import prepare
 from headrace.records import Rollout, Sampling
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.engine.native.cuda.runner import CudaRunner
 
 SMALL = {
@@ -40,26 +43,31 @@ def _few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "CudaRunner", functools.partial(runner.CudaRunner, prompt_buckets=(64, 128)))
 
 
-def make_core(*, graphs: bool, is_moe: bool = False, record_routing: bool = False) -> EngineCore:
+def make_core(
+    *, graphs: bool, is_moe: bool = False, record_routing: bool = False, lora: LoraSettings | None = None
+) -> EngineCore:
     config = transformers.Qwen3MoeConfig(**SMALL, **MOE) if is_moe else transformers.Qwen3Config(**SMALL)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if is_moe else torch.float32  # torch groups experts on the device in bfloat16 alone
     model = transformers.AutoModelForCausalLM.from_config(config).to("cuda", dtype).eval()
     sizes = {"slots": 6, "context": 96, "num_blocks": 24}
     prepared = prepare(model, name="small")
+    if lora is not None:
+        with torch.no_grad():
+            for tensor in add_adapter(prepared, lora).parameters():
+                tensor.normal_(std=0.2)
     core = EngineCore(prepared, name="e", kernels=True, graphs=graphs, record_routing=record_routing, **sizes)
     core.wait_warm()
     return core
 
 
-def generate(core: EngineCore, **sampling: object) -> dict[str, Rollout]:
+def generate(core: EngineCore, *, versions: Sequence[HeldAdapter | None] = (None,), **sampling: object) -> dict[str, Rollout]:
     done: dict[str, Rollout] = {}
     for index in range(16):
         ids = np.random.default_rng(index // 2).integers(0, 101, size=1 + 9 * (index // 2))
         given = Sampling(max_tokens=20, seed=index, stop_ids=(5, 6), **sampling)
-        core.submit(
-            Request(Rollout.from_prompt(ids, id=str(index)), given, on_done=lambda each: done.__setitem__(each.id, each))
-        )
+        prompt, held = Rollout.from_prompt(ids, id=str(index)), versions[index % len(versions)]
+        core.submit(Request(prompt, given, on_done=lambda each: done.__setitem__(each.id, each), held=held))
     while core.has_work:
         core.step()
     assert core.num_free_blocks == core.cache.num_blocks - 1
@@ -122,12 +130,28 @@ def test_replayed_steps_see_exchanged_weights() -> None:
     before = generate(cores[1])
     for core in cores:
         weights = core.arena.views["model.layers.1.mlp.down_proj.weight"]
-        core.exchange_weights(SimpleNamespace(exchange=lambda weights=weights: weights.mul_(-1.0)))
+        core.exchange_weights(SimpleNamespace(exchange=lambda weights=weights, **_: weights.mul_(-1.0)))
         core.changed_weights(policy="policy", lineage="l", version=1)
     eager, graphs = map(generate, cores)
     assert_same(graphs, eager)
     assert any(graphs[name].token_ids.tolist() != before[name].token_ids.tolist() for name in before)
     assert all((rollout.versions[rollout.is_sampled] == 1).all() for rollout in graphs.values())
+
+
+def test_replayed_steps_add_to_each_row_its_own_version_of_the_adapter() -> None:
+    cores = [make_core(graphs=graphs, lora=LoraSettings(rank=8, alpha=16.0)) for graphs in (False, True)]
+    assert captured(cores[1], is_restricted=False)
+    found = []
+    for core in cores:
+        own = {name: tensor.clone() for name, tensor in core.adapter.own.items()}
+        held = [HeldAdapter(i, {name: (0.3 * i - 1) * tensor for name, tensor in own.items()}) for i in range(12)]
+        found.append([generate(core), generate(core, versions=[None, *held])])  # more versions than places
+        core.wait_warm()
+        found[-1].append(generate(core, versions=[None, *held[:3]]))
+    assert captured(cores[1], is_restricted=False)
+    for eager, graphs in zip(*found, strict=True):
+        assert_same(graphs, eager)
+    assert found[0][0]["3"].token_ids.tolist() != found[0][1]["3"].token_ids.tolist()
 
 
 def test_replayed_steps_record_which_experts_they_took() -> None:

@@ -7,11 +7,13 @@ kernels read the place of a row's slot on the device, so that graphs stay valid 
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -29,8 +31,22 @@ if TYPE_CHECKING:
     from headrace.lora import Adapter, Target
     from headrace.records import Array
 
-_MOST_SPLITS = 8
-_SPLIT = 512  # inputs of a program, where rows are few
+_TILE = 128  # inputs of a program's loop
+
+
+class _Sizes(NamedTuple):
+    """How the two products are split into programs, measured on an H200 with rank 32 (`headrace bench lora`)."""
+
+    rows: int
+    split: int  # inputs of a program of the first product
+    columns: int  # outputs of a program of the second
+    warps: int
+
+
+def _sizes(rows: int, width: int) -> _Sizes:
+    if rows > 512:
+        return _Sizes(64, width, 128, 4)
+    return _Sizes(16 if rows <= 64 else 32, 512, 128, 4)
 
 
 @torch.library.custom_op("headrace::add_low_rank", mutates_args=())
@@ -40,31 +56,75 @@ def add_low_rank(
     """`output` [rows, all widths] + scale · up · down · `hidden` [rows, inputs], where `downs` [places, rank, inputs] and `ups`
     [places, width, rank] are of up to three layers whose outputs lie side by side. A row's place is that of its slot. All
     matrices have the same stride between places."""
-    hidden, flat = hidden.reshape(-1, hidden.shape[-1]), output.reshape(-1, output.shape[-1])
-    rows, width = hidden.shape
-    rank, widths = downs[0].shape[1], [up.shape[1] for up in ups]
-    rank_pad = max(16, triton.next_power_of_2(rank))
-    is_few = rows <= 512
-    tile_rows = 16 if rows <= 64 else 32 if is_few else 64
-    splits = min(_MOST_SPLITS, triton.cdiv(width, _SPLIT)) if is_few else 1
-    share = triton.cdiv(triton.cdiv(width, splits), 128) * 128
-    between = hidden.new_empty((splits, rows, len(downs) * rank_pad), dtype=torch.float32)
-    out = torch.empty_like(flat)
-    columns, tiles = 128, [triton.cdiv(each, 128) for each in widths]
-    padded = [*downs, downs[0], downs[0]][:3], [*ups, ups[0], ups[0]][:3]
-    precision = "ieee" if hidden.dtype == torch.float32 else "tf32"
-    sizes = {"RANK": rank, "RANK_PAD": rank_pad, "ROWS": tile_rows, "PRECISION": precision}
-    down_kernel[(triton.cdiv(rows, tile_rows), len(downs), splits)](
-        hidden, *padded[0], slots, places, between,
-        rows, width, share, hidden.stride(0), downs[0].stride(0), between.stride(1), TILE=128, **sizes,
+    output, out = output.contiguous(), torch.empty_like(output, memory_format=torch.contiguous_format)
+    _up(_down(hidden, downs, slots, places), output, ups, slots, places, scale, out)
+    return out
+
+
+@torch.library.custom_op("headrace::low_rank_linear", mutates_args=())
+def low_rank_linear(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    downs: list[Tensor],
+    ups: list[Tensor],
+    slots: Tensor,
+    places: Tensor,
+    scale: float,
+) -> Tensor:
+    """`add_low_rank` to the linear layer itself, beside which the first of the adapter's products runs: in a graph they are two
+    branches. Called by one thread alone, which captures graphs."""
+    if hidden.is_cuda:
+        beside, here = _side_stream(hidden.device), torch.cuda.current_stream(hidden.device)
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            between = _down(hidden, downs, slots, places)
+        output = F.linear(hidden, weight, bias)
+        here.wait_stream(beside)
+        between.record_stream(here)
+    else:
+        between, output = _down(hidden, downs, slots, places), F.linear(hidden, weight, bias)
+    _up(between, output, ups, slots, places, scale, output)
+    return output
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _down(hidden: Tensor, downs: list[Tensor], slots: Tensor, places: Tensor) -> Tensor:
+    """[splits, rows, parts × padded rank] float32, to be summed over the splits."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    (rows, width), rank = flat.shape, downs[0].shape[1]
+    sizes, rank_pad = _sizes(rows, width), max(16, triton.next_power_of_2(rank))
+    share = triton.cdiv(min(sizes.split, width), _TILE) * _TILE
+    splits = triton.cdiv(width, share)
+    between = flat.new_empty((splits, rows, len(downs) * rank_pad), dtype=torch.float32)
+    down_kernel[(triton.cdiv(rows, sizes.rows), len(downs), splits)](
+        flat, *[*downs, *downs[:1] * 2][:3], slots, places, between,
+        rows, width, share, flat.stride(0), downs[0].stride(0), between.stride(1), RANK=rank, RANK_PAD=rank_pad,
+        ROWS=sizes.rows, TILE=_TILE, PRECISION=_precision(flat), num_warps=sizes.warps,
     )  # fmt: skip
-    up_kernel[(triton.cdiv(rows, tile_rows), sum(tiles))](
-        flat, between, *padded[1], slots, places, out,
+    return between
+
+
+def _up(between: Tensor, output: Tensor, ups: list[Tensor], slots: Tensor, places: Tensor, scale: float, out: Tensor) -> None:
+    flat, into = output.view(-1, output.shape[-1]), out.view(-1, output.shape[-1])
+    (splits, rows, _), rank = between.shape, ups[0].shape[2]
+    sizes, widths = _sizes(rows, 0), [up.shape[1] for up in ups]
+    tiles = [triton.cdiv(width, sizes.columns) for width in widths]
+    up_kernel[(triton.cdiv(rows, sizes.rows), sum(tiles))](
+        flat, between, *[*ups, *ups[:1] * 2][:3], slots, places, into,
         rows, *[*widths, 0, 0][:3], *[*tiles, sum(tiles)][:2],
-        ups[0].stride(0), flat.stride(0), out.stride(0), between.stride(1), scale,
-        SPLITS=splits, COLUMNS=columns, **sizes,
+        ups[0].stride(0), flat.stride(0), into.stride(0), between.stride(1), scale,
+        RANK=rank, RANK_PAD=between.shape[2] // len(ups), SPLITS=splits, ROWS=sizes.rows, COLUMNS=sizes.columns,
+        PRECISION=_precision(flat), num_warps=sizes.warps,
     )  # fmt: skip
-    return out.view(output.shape)
+
+
+def _precision(numbers: Tensor) -> str:
+    return "ieee" if numbers.dtype == torch.float32 else "tf32"
 
 
 @add_low_rank.register_fake
@@ -72,6 +132,20 @@ def _(
     output: Tensor, hidden: Tensor, downs: list[Tensor], ups: list[Tensor], slots: Tensor, places: Tensor, scale: float
 ) -> Tensor:
     return torch.empty_like(output, memory_format=torch.contiguous_format)
+
+
+@low_rank_linear.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    downs: list[Tensor],
+    ups: list[Tensor],
+    slots: Tensor,
+    places: Tensor,
+    scale: float,
+) -> Tensor:
+    return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,14 +156,28 @@ class RowAdapters:
     places: Tensor  # [slots + 1] int32
     scale: float
 
-    def add(self, output: Tensor, hidden: Tensor, targets: Sequence[Target]) -> Tensor:
+    def add(self, output: Tensor, hidden: Tensor, target: Target) -> Tensor:
+        """What a layer gives, from what it gives without the adapter."""
+        down, up = _versions_of(target)
+        added: Tensor = add_low_rank(output, hidden.to(down.dtype), [down], [up], self.slots, self.places, self.scale)
+        return added
+
+    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Sequence[Target]) -> Tensor:
+        """The joint product of layers that read the same input, with the adapter."""
         downs, ups = [], []
         for target in targets:
-            assert target.versions is not None
-            downs.append(target.versions[0])
-            ups.append(target.versions[1])
-        added: Tensor = add_low_rank(output, hidden, downs, ups, self.slots, self.places, self.scale)
-        return added
+            down, up = _versions_of(target)
+            downs.append(down)
+            ups.append(up)
+        bias = None if bias is None else bias.to(weight.dtype)  # as autocast does
+        where = (downs, ups, self.slots, self.places, self.scale)
+        joint: Tensor = low_rank_linear(hidden.to(weight.dtype), weight, bias, *where)
+        return joint
+
+
+def _versions_of(target: Target) -> tuple[Tensor, Tensor]:
+    assert target.versions is not None
+    return target.versions
 
 
 class AdapterBank:
@@ -114,11 +202,11 @@ class AdapterBank:
         """Within it, a pass of the model adds to each row the adapter of its slot."""
         adapter = adapter_of(model)
         assert adapter is not None
-        adapter.add_to_rows = RowAdapters(slots, self.places, self.scale).add
+        adapter.by_row = RowAdapters(slots, self.places, self.scale)
         try:
             yield
         finally:
-            adapter.add_to_rows = None
+            adapter.by_row = None
 
     def choose_places(self, held: Mapping[int, HeldAdapter]) -> Array | None:
         """The place of every slot, if any has changed; copies in what is not there. `held`: by slot; all others run the newest.
