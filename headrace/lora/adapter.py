@@ -11,7 +11,7 @@ import difflib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,15 @@ from headrace.lora.peft_folder import AdapterError, read_tensors, write_folder
 from headrace.lora.settings import ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.lora.settings import LoraSettings
 
+    AddByRow = Callable[[Tensor, Tensor, Sequence["Target"]], Tensor]
+    """From the output of layers that read the same input, side by side, and that input, to the output with the adapter."""
     Applied = tuple[Mapping[str, Tensor] | None, Tensor | None]
     """An adapter's tensors by name, None for its own; and the rows they apply to: [tokens, 1] of 0 and 1, or None for all."""
 
@@ -45,13 +47,6 @@ class Target:
     up: Tensor
     versions: tuple[Tensor, Tensor] | None = None
     """Several versions of both, stacked, where an engine applies them by row."""
-
-
-class ByRow(Protocol):
-    """Where every row of a pass has its own version: `headrace.engine.native.cuda.adapters`."""
-
-    def add(self, output: Tensor, hidden: Tensor, target: Target) -> Tensor: ...
-    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Sequence[Target]) -> Tensor: ...
 
 
 class Adapter(nn.Module):
@@ -73,8 +68,8 @@ class Adapter(nn.Module):
                 _nested(self, f"{name}.{part}").register_parameter("weight", weight)
         self.own: dict[str, Tensor] = dict(self.named_parameters())
         self._applied = _OF_ALL
-        self.by_row: ByRow | None = None
-        """Applies to each row of a pass its own version, instead of what `applying` says."""
+        self.by_row: AddByRow | None = None
+        """Adds to each row of a pass its own version, instead of what `applying` says."""
 
     @staticmethod
     def shapes(targets: Mapping[str, nn.Linear], settings: LoraSettings) -> dict[str, tuple[int, ...]]:
@@ -136,7 +131,7 @@ class Adapter(nn.Module):
     def add(self, output: Tensor, hidden: Tensor, target: Target) -> Tensor:
         """What a layer gives for `hidden`, from what it gives without the adapter."""
         if self.by_row is not None:
-            return self.by_row.add(output, hidden, target)
+            return self.by_row(output, hidden, (target,))
         for tensors, rows in self._applied:
             down, up = target.down, target.up
             if tensors is not None:

@@ -7,13 +7,11 @@ kernels read the place of a row's slot on the device, so that graphs stay valid 
 from __future__ import annotations
 
 import contextlib
-import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -44,140 +42,60 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(rows: int, width: int) -> _Sizes:
-    if rows > 512:
-        return _Sizes(64, width, 128, 4)
-    return _Sizes(16 if rows <= 64 else 32, 512, 128, 4)
+    return _Sizes(64, width, 128, 4) if rows > 512 else _Sizes(16 if rows <= 64 else 32, 256, 64, 4)
 
 
 @torch.library.custom_op("headrace::add_low_rank", mutates_args=())
 def add_low_rank(
-    output: Tensor, hidden: Tensor, downs: list[Tensor], ups: list[Tensor], slots: Tensor, places: Tensor, scale: float
+    output: Tensor, hidden: Tensor, downs: list[Tensor], ups: list[Tensor], places: Tensor, scale: float
 ) -> Tensor:
     """`output` [rows, all widths] + scale · up · down · `hidden` [rows, inputs], where `downs` [places, rank, inputs] and `ups`
-    [places, width, rank] are of up to three layers whose outputs lie side by side. A row's place is that of its slot. All
-    matrices have the same stride between places."""
-    output, out = output.contiguous(), torch.empty_like(output, memory_format=torch.contiguous_format)
-    _up(_down(hidden, downs, slots, places), output, ups, slots, places, scale, out)
-    return out
-
-
-@torch.library.custom_op("headrace::low_rank_linear", mutates_args=())
-def low_rank_linear(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    downs: list[Tensor],
-    ups: list[Tensor],
-    slots: Tensor,
-    places: Tensor,
-    scale: float,
-) -> Tensor:
-    """`add_low_rank` to the linear layer itself, beside which the first of the adapter's products runs: in a graph they are two
-    branches. Called by one thread alone, which captures graphs."""
-    if hidden.is_cuda:
-        beside, here = _side_stream(hidden.device), torch.cuda.current_stream(hidden.device)
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            between = _down(hidden, downs, slots, places)
-        output = F.linear(hidden, weight, bias)
-        here.wait_stream(beside)
-        between.record_stream(here)
-    else:
-        between, output = _down(hidden, downs, slots, places), F.linear(hidden, weight, bias)
-    _up(between, output, ups, slots, places, scale, output)
-    return output
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _down(hidden: Tensor, downs: list[Tensor], slots: Tensor, places: Tensor) -> Tensor:
-    """[splits, rows, parts × padded rank] float32, to be summed over the splits."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    (rows, width), rank = flat.shape, downs[0].shape[1]
+    [places, width, rank] are of up to three layers whose outputs lie side by side, and `places` [rows] says which a row uses.
+    All matrices have the same stride between places."""
+    given, flat = output.reshape(-1, output.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
+    (rows, width), rank, widths = flat.shape, downs[0].shape[1], [up.shape[1] for up in ups]
     sizes, rank_pad = _sizes(rows, width), max(16, triton.next_power_of_2(rank))
     share = triton.cdiv(min(sizes.split, width), _TILE) * _TILE
-    splits = triton.cdiv(width, share)
-    between = flat.new_empty((splits, rows, len(downs) * rank_pad), dtype=torch.float32)
+    splits, tiles = triton.cdiv(width, share), [triton.cdiv(each, sizes.columns) for each in widths]
+    between = flat.new_empty((splits, rows, len(downs) * rank_pad), dtype=torch.float32)  # to be summed over the splits
+    out = torch.empty_like(given)
+    same: dict[str, Any] = {
+        "RANK": rank, "RANK_PAD": rank_pad, "ROWS": sizes.rows, "num_warps": sizes.warps,
+        "PRECISION": "ieee" if flat.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
     down_kernel[(triton.cdiv(rows, sizes.rows), len(downs), splits)](
-        flat, *[*downs, *downs[:1] * 2][:3], slots, places, between,
-        rows, width, share, flat.stride(0), downs[0].stride(0), between.stride(1), RANK=rank, RANK_PAD=rank_pad,
-        ROWS=sizes.rows, TILE=_TILE, PRECISION=_precision(flat), num_warps=sizes.warps,
+        flat, *[*downs, *downs[:1] * 2][:3], places, between,
+        rows, width, share, flat.stride(0), downs[0].stride(0), between.stride(1), TILE=_TILE, **same,
     )  # fmt: skip
-    return between
-
-
-def _up(between: Tensor, output: Tensor, ups: list[Tensor], slots: Tensor, places: Tensor, scale: float, out: Tensor) -> None:
-    flat, into = output.view(-1, output.shape[-1]), out.view(-1, output.shape[-1])
-    (splits, rows, _), rank = between.shape, ups[0].shape[2]
-    sizes, widths = _sizes(rows, 0), [up.shape[1] for up in ups]
-    tiles = [triton.cdiv(width, sizes.columns) for width in widths]
     up_kernel[(triton.cdiv(rows, sizes.rows), sum(tiles))](
-        flat, between, *[*ups, *ups[:1] * 2][:3], slots, places, into,
+        given, between, *[*ups, *ups[:1] * 2][:3], places, out,
         rows, *[*widths, 0, 0][:3], *[*tiles, sum(tiles)][:2],
-        ups[0].stride(0), flat.stride(0), into.stride(0), between.stride(1), scale,
-        RANK=rank, RANK_PAD=between.shape[2] // len(ups), SPLITS=splits, ROWS=sizes.rows, COLUMNS=sizes.columns,
-        PRECISION=_precision(flat), num_warps=sizes.warps,
+        ups[0].stride(0), given.stride(0), out.stride(0), between.stride(1), scale,
+        SPLITS=splits, COLUMNS=sizes.columns, **same,
     )  # fmt: skip
-
-
-def _precision(numbers: Tensor) -> str:
-    return "ieee" if numbers.dtype == torch.float32 else "tf32"
+    return out.view(output.shape)
 
 
 @add_low_rank.register_fake
-def _(
-    output: Tensor, hidden: Tensor, downs: list[Tensor], ups: list[Tensor], slots: Tensor, places: Tensor, scale: float
-) -> Tensor:
+def _(output: Tensor, hidden: Tensor, downs: list[Tensor], ups: list[Tensor], places: Tensor, scale: float) -> Tensor:
     return torch.empty_like(output, memory_format=torch.contiguous_format)
-
-
-@low_rank_linear.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    downs: list[Tensor],
-    ups: list[Tensor],
-    slots: Tensor,
-    places: Tensor,
-    scale: float,
-) -> Tensor:
-    return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]))
 
 
 @dataclass(frozen=True, eq=False)
 class RowAdapters:
     """The adapters of one step's rows."""
 
-    slots: Tensor  # [rows] int32
-    places: Tensor  # [slots + 1] int32
+    places: Tensor  # [rows] int32
     scale: float
 
-    def add(self, output: Tensor, hidden: Tensor, target: Target) -> Tensor:
-        """What a layer gives, from what it gives without the adapter."""
-        down, up = _versions_of(target)
-        added: Tensor = add_low_rank(output, hidden.to(down.dtype), [down], [up], self.slots, self.places, self.scale)
-        return added
-
-    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Sequence[Target]) -> Tensor:
-        """The joint product of layers that read the same input, with the adapter."""
+    def add(self, output: Tensor, hidden: Tensor, targets: Sequence[Target]) -> Tensor:
         downs, ups = [], []
         for target in targets:
-            down, up = _versions_of(target)
-            downs.append(down)
-            ups.append(up)
-        bias = None if bias is None else bias.to(weight.dtype)  # as autocast does
-        where = (downs, ups, self.slots, self.places, self.scale)
-        joint: Tensor = low_rank_linear(hidden.to(weight.dtype), weight, bias, *where)
-        return joint
-
-
-def _versions_of(target: Target) -> tuple[Tensor, Tensor]:
-    assert target.versions is not None
-    return target.versions
+            assert target.versions is not None
+            downs.append(target.versions[0])
+            ups.append(target.versions[1])
+        added: Tensor = add_low_rank(output, hidden.to(downs[0].dtype), downs, ups, self.places, self.scale)
+        return added
 
 
 class AdapterBank:
@@ -202,7 +120,7 @@ class AdapterBank:
         """Within it, a pass of the model adds to each row the adapter of its slot."""
         adapter = adapter_of(model)
         assert adapter is not None
-        adapter.by_row = RowAdapters(slots, self.places, self.scale)
+        adapter.by_row = RowAdapters(self.places.index_select(0, slots), self.scale).add
         try:
             yield
         finally:

@@ -64,11 +64,10 @@ class _Part(nn.Module):
         self._start, self._stop = start, stop
 
     def forward(self, hidden: Tensor) -> Tensor:
+        output = F.linear(hidden, self.weight, self.bias)
         by_row = self.headrace_targets[0].adapter.by_row if self.headrace_targets else None
-        if by_row is None:
-            output = F.linear(hidden, self.weight, self.bias)
-        else:
-            output = by_row.linear(hidden, self.weight, self.bias, self.headrace_targets)
+        if by_row is not None:
+            output = by_row(output, hidden, self.headrace_targets)
         return output[..., self._start : self._stop]
 
 
@@ -78,10 +77,6 @@ def _join_projections(model: PreTrainedModel, arena: Arena) -> None:
             parts = [getattr(module, name, None) for name in names]
             if all(type(part) is nn.Linear for part in parts):
                 _join(module, names, cast("list[nn.Linear]", parts), arena, path)
-    for path, module in list(model.named_modules()):
-        if target_of(module) is not None:  # alone, with its adapter
-            parent, _, name = path.rpartition(".")
-            _join(model.get_submodule(parent), [name], [cast("nn.Linear", module)], arena, parent)
 
 
 def _join(module: nn.Module, names: Sequence[str], parts: list[nn.Linear], arena: Arena, path: str) -> None:
@@ -133,7 +128,7 @@ _PURE = {
     _aten.expand.default,
     _aten._to_copy.default,
     torch.ops.prims.convert_element_type.default,
-    torch.ops.headrace.low_rank_linear.default,
+    torch.ops.headrace.add_low_rank.default,
 }
 
 

@@ -1,6 +1,6 @@
 """An adapter's two matrix products; launched, and explained, by `cuda.adapters`.
 
-Every row has its own version, the `place` of its slot. A tile of rows computes each version between its lowest and highest
+Every row has its own version, at its `place`. A tile of rows computes each version between its lowest and highest
 place, with the rows of other versions set to zero: once, where rows are sorted by version.
 """
 
@@ -11,16 +11,15 @@ import triton.language as tl
 
 
 @triton.jit
-def _places_of(slots, places, row, rows):
+def _places_of(places, row, rows):
     is_row = row < rows
-    slot = tl.load(slots + row, mask=is_row, other=0)
-    place = tl.load(places + slot, mask=is_row, other=-1)
+    place = tl.load(places + row, mask=is_row, other=-1)
     return place, tl.min(tl.where(is_row, place, 1 << 30)), tl.max(place)
 
 
 @triton.jit
 def down_kernel(
-    hidden, down_0, down_1, down_2, slots, places, out,
+    hidden, down_0, down_1, down_2, places, out,
     rows, width, share, hidden_stride, place_stride, out_stride, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +31,7 @@ def down_kernel(
         down = down_1
     if part == 2:
         down = down_2
-    place, lowest, highest = _places_of(slots, places, row, rows)
+    place, lowest, highest = _places_of(places, row, rows)
     rank, column = tl.arange(0, RANK_PAD), tl.arange(0, TILE)
     start, stop = split * share, tl.minimum(split * share + share, width)
     total = tl.zeros((ROWS, RANK_PAD), dtype=tl.float32)
@@ -57,7 +56,7 @@ def down_kernel(
 
 @triton.jit
 def up_kernel(
-    output, between, up_0, up_1, up_2, slots, places, out,
+    output, between, up_0, up_1, up_2, places, out,
     rows, width_0, width_1, width_2, tiles_0, tiles_1, place_stride, output_stride, out_stride, between_stride, scale,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
@@ -70,7 +69,7 @@ def up_kernel(
         up, part, width, offset, tile = up_1, 1, width_1, width_0, tile - tiles_0
         if tile >= tiles_1:
             up, part, width, offset, tile = up_2, 2, width_2, width_0 + width_1, tile - tiles_1
-    place, lowest, highest = _places_of(slots, places, row, rows)
+    place, lowest, highest = _places_of(places, row, rows)
     is_row, rank = row < rows, tl.arange(0, RANK_PAD)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < width
