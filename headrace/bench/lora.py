@@ -88,16 +88,16 @@ def _decode(plan: Plan) -> Iterator[list[Row]]:
     plain = _engine(plan, load_model(plan.folder, device=plan.device, dtype=plan.dtype), load)
     adapted = _engine(plan, _with_adapter(plan), load)
     assert adapted.adapter is not None
+    own = adapted.adapter.own
     held = [
-        HeldAdapter(version, {name: tensor + version * 1e-3 for name, tensor in adapted.adapter.own.items()})
-        for version in range(VERSIONS)
+        HeldAdapter(version, {name: tensor + version * 1e-3 for name, tensor in own.items()}) for version in range(1, VERSIONS)
     ]
 
-    def rate(core: EngineCore, versions: list[HeldAdapter], turn: int) -> float:
+    def rate(core: EngineCore, versions: list[HeldAdapter | None], turn: int) -> float:
         return _generate(core, load, seed=turn, versions=versions)[1]
 
     seen = take_turns(
-        {"base": partial(rate, plain, []), "one": partial(rate, adapted, []), "eight": partial(rate, adapted, held)},
+        {"base": partial(rate, plain, []), "one": partial(rate, adapted, []), "eight": partial(rate, adapted, [None, *held])},
         plan.turns,
         warmups=1,
     )
@@ -219,7 +219,7 @@ def _round(model: PreTrainedModel) -> None:
 
 
 def _generate(
-    core: EngineCore, load: Load, *, seed: int, versions: list[HeldAdapter] | None = None
+    core: EngineCore, load: Load, *, seed: int, versions: list[HeldAdapter | None] | None = None
 ) -> tuple[list[Rollout], float]:
     """(rollouts, tokens a second) of a whole load; requests take turns with the versions."""
     workload = load.sample(vocabulary=core.head.vocabulary, seed=seed)

@@ -30,7 +30,8 @@ class GraphCapture:
         self, buckets: Buckets, state: SlotState, twin: PreTrainedModel, *, compiles: bool, device: torch.device
     ) -> None:
         self._buckets, self._state, self._twin, self._compiles, self._device = buckets, state, twin, compiles, device
-        self._pool: Any = None
+        self._pool: Any = None  # of memory that all graphs share
+        self._is_compiled = False
         self._started: set[bool] = set()
         self._thread: threading.Thread | None = None
         self._turn = threading.Condition()  # between the capture thread and the decode thread, which may release memory
@@ -49,7 +50,9 @@ class GraphCapture:
             self._thread.start()
 
     def restart(self) -> None:
-        """Capture all graphs again: the slot state has moved, and they hold its old address."""
+        """Capture all graphs again, for they were forgotten: something has moved, and they held its old address. Their memory
+        went with them."""
+        self._pool = None
         started, self._started = self._started, set()
         for is_restricted in sorted(started):
             self.start(is_restricted=is_restricted)
@@ -87,10 +90,9 @@ class GraphCapture:
 
     def _capture_all(self, *, is_restricted: bool) -> None:
         torch.cuda.set_device(self._device)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            if self._compiles:
-                compiled.compile_layers(self._twin)
+        if self._compiles and not self._is_compiled:
+            compiled.compile_layers(self._twin)
+        self._is_compiled = True
         decode = [self._buckets.get(size) for size in reversed(self._buckets.decode_sizes)]
         prompt = [self._buckets.get(shape) for shape in reversed(self._buckets.prompt_shapes)]
         if is_restricted:
@@ -141,6 +143,7 @@ class GraphCapture:
             scratch.run(self._twin, is_restricted)
         tried_on.synchronize()
         graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool, stream=captured_on, capture_error_mode="thread_local"):
             allowed = bucket.run(self._twin, is_restricted)
         with self._buckets.lock:
