@@ -30,6 +30,7 @@ from headrace.model import (
     Head,
     Packed,
     adapter_of,
+    can_group_experts,
     check_recorded,
     find_readable_routers,
     hidden_states,
@@ -135,7 +136,7 @@ class DeviceTrainer:
         if settings.recompute == "layers":
             layers.recompute(model)
         is_plain = not exact and dtype != torch.float32 and adapter is None  # an adapter's hooks would compile every layer anew
-        if self._device.type == "cuda" and is_plain and layers.can_compile(model):
+        if self._device.type == "cuda" and is_plain and can_group_experts(model):
             layers.compile_all(model)
 
     def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
