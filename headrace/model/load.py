@@ -6,6 +6,7 @@ Weights are read from safetensors alone, since pickles run code as they load, an
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import shlex
@@ -206,6 +207,8 @@ def _widen_residual(model: PreTrainedModel) -> None:
     if dtype in (torch.bfloat16, torch.float16) and not hasattr(model, _WIDE):
         setattr(model, _WIDE, dtype)
         model.get_input_embeddings().register_forward_hook(lambda module, given, embedded: embedded.float())
+        for module in filter(is_router, model.modules()):
+            put_before(module, _WideRouter)
         for name, tensor in held_tensors(model):
             tensor.data = tensor.data.to(served_dtype(model, name, tensor, dtype))
 
@@ -221,6 +224,25 @@ def served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch
 
 def is_router(module: nn.Module) -> bool:
     return _ROUTER.search(type(module).__name__) is not None
+
+
+class _WideRouter:
+    """A router that computes in float32, whatever the precision of the products around it."""
+
+    def forward(self, hidden: Tensor, *given: Any) -> Any:  # noqa: ANN401  (a router's inputs and outputs)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return super().forward(hidden.float(), *given)  # type: ignore[misc]
+
+
+def put_before(module: Any, mixin: type) -> None:  # noqa: ANN401
+    """Put `mixin` before the module's class, once. A class and not a hook, so that compiled layers share their code."""
+    if not isinstance(module, mixin):
+        module.__class__ = _combined(mixin, module.__class__)
+
+
+@functools.cache
+def _combined(mixin: type, kind: type) -> type:
+    return type(kind.__name__, (mixin, kind), {})
 
 
 def can_group_experts(model: PreTrainedModel) -> bool:

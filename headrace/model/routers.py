@@ -12,7 +12,6 @@ their live scores. So the weights follow the router's own formula, and gradients
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from headrace.model.attention import PackedContext
-from headrace.model.load import ModelError, hidden_states, is_router
+from headrace.model.load import ModelError, hidden_states, is_router, put_before
 from headrace.records import unknown_expert
 
 if TYPE_CHECKING:
@@ -61,7 +60,10 @@ class Routers:
     """A model's routers in layer order: what they choose is seen and replayed."""
 
     def __init__(self, model: PreTrainedModel, routers: Sequence[nn.Module], *, top_k: int, num_experts: int) -> None:
-        self._routers = [_follow(router) for router in routers]
+        self._routers: list[Any] = list(routers)
+        for followed in self._routers:
+            put_before(followed, _Followed)
+            followed.headrace_top_k = top_k
         self.num_layers = len(routers)  # decoder layers with experts
         self.top_k = top_k  # experts per token in each of them
         self.num_experts = num_experts
@@ -149,45 +151,31 @@ class Routers:
 
 
 class _Followed:
-    """Comes before a router's own class. A wide router computes in float32 whatever the precision of the products around it."""
+    """Comes before a router's own class."""
 
     headrace_recorded: Tensor | None = None  # [rows, top_k]: what to replay
     headrace_keeps_logits = False
-    headrace_chosen: Tensor | None = None  # the rest is what a pass leaves
-    headrace_differs: Tensor | None = None
-    headrace_logits: Tensor | None = None
+    headrace_top_k: int
+    headrace_chosen: Tensor  # this and the rest is what a pass leaves
+    headrace_differs: Tensor | None
+    headrace_logits: Tensor | None
 
-    def forward(self, hidden: Tensor) -> Any:  # noqa: ANN401  (a router's outputs)
+    def forward(self, *given: Any) -> Any:  # noqa: ANN401  (a router's inputs and outputs)
         router: Any = self
         own, recorded = super().forward, self.headrace_recorded  # type: ignore[misc]
-        with torch.autocast(hidden.device.type, enabled=False):
-            hidden = hidden.to(router.weight.dtype)
-            if recorded is None:
-                output = own(hidden)
-            else:
-                live: list[Tensor] = []
-                with _ForcedChoice(recorded, live, num_experts=router.num_experts):
-                    output = own(hidden)
-                if len(live) != 1:
-                    raise ModelError(f"{type(self).__name__} does not choose its experts by one call of `topk`")
-                self.headrace_differs = (live[0].sort().values != recorded.sort().values).any(dim=-1)
-        self.headrace_chosen = _indices(router, output, top_k=router.headrace_top_k)
+        if recorded is None:
+            output = own(*given)
+        else:
+            live: list[Tensor] = []
+            with _ForcedChoice(recorded, live, num_experts=router.num_experts):
+                output = own(*given)
+            if len(live) != 1:
+                raise ModelError(f"{type(self).__name__} does not choose its experts by one call of `topk`")
+            self.headrace_differs = (live[0].sort().values != recorded.sort().values).any(dim=-1)
+        self.headrace_chosen = _indices(router, output, top_k=self.headrace_top_k)
         if self.headrace_keeps_logits:
             self.headrace_logits = _logits(output)
         return output
-
-
-def _follow(router: nn.Module) -> Any:  # noqa: ANN401  (a router that is also `_Followed`)
-    found: Any = router
-    found.headrace_top_k = found.top_k
-    found.__class__ = _followed(found.__class__)
-    return found
-
-
-@functools.cache
-def _followed(kind: type) -> type:
-    """One class for all routers of a kind, so that layers share their compilation."""
-    return kind if issubclass(kind, _Followed) else type(kind.__name__, (_Followed, kind), {})
 
 
 class _ForcedChoice(TorchFunctionMode):

@@ -185,8 +185,9 @@ class DeviceTrainer:
         # All passes are packed and on their way to the device before the first starts, so that none waits for the host.
         for each in [prepared(*each) for each in self._passes(rollouts)]:
             self.num_passes += 1
-            with replaying(self._routers, each.packed) as differs:  # the backward pass too: it may recompute layers
-                self._train_pass(batch, each, seen)
+            # The backward pass is within both: it may recompute layers.
+            with replaying(self._routers, each.packed) as differs, self._watching() as watched:
+                self._train_pass(batch, each, seen, watched)
             if differs is not None:
                 seen.add_routing(differs, each.packed)
         metrics = seen.metrics()
@@ -259,9 +260,11 @@ class DeviceTrainer:
             columns[name] = self.forward(batch, column=name)
         return columns
 
-    def _train_pass(self, batch: Batch, each: _Pass, seen: Diagnostics) -> None:
+    def _train_pass(
+        self, batch: Batch, each: _Pass, seen: Diagnostics, watched: Mapping[int, tuple[Tensor, Tensor]] | None
+    ) -> None:
         packed = each.packed
-        with layers.saved_tensors(self._weights, on_host="activations" in self._settings.offload), self._watching() as watched:
+        with layers.saved_tensors(self._weights, on_host="activations" in self._settings.offload):
             rows = self._hidden(self.model, packed)
 
         def judge(start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
