@@ -116,3 +116,23 @@ def test_the_trainers_compilation_in_bfloat16() -> None:
     model = make_model("qwen3_moe")
     narrow(model, torch.bfloat16)
     check_compiled(model, layers.compile_all, tolerance=0.03, num_graphs=3)  # with the last norm
+
+
+@every_family
+def test_a_narrow_model_routes_in_float32_whether_followed_or_not(family: str) -> None:
+    """As a reference does, whose routing nobody reads; and its residual stream is wide."""
+    model = make_model(family)
+    narrow(model, torch.bfloat16)
+
+    @torch.no_grad()
+    def forward() -> torch.Tensor:
+        return hidden_states(model, TOKENS, torch.arange(len(TOKENS)), OneDocument())
+
+    before = forward()
+    routers = find_readable_routers(model)
+    assert routers is not None
+    with routers.watching() as seen:
+        assert torch.equal(forward(), before) and before.dtype == torch.float32
+    assert len(seen) == routers.num_layers
+    for logits, _ in seen.values():
+        assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
