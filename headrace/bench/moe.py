@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from headrace.bench.engine import alternate, make_plan, open_vllm
 from headrace.bench.engine_native import generate
@@ -55,6 +56,8 @@ def run(*, quick: bool, json_file: Path | None) -> int:
     """`--quick` takes two turns, and on a CPU a small model."""
     device = default_device()
     is_small = quick and device == "cpu"
+    if is_small:
+        torch.set_num_threads(1)  # the models are too small for more
     found = shapes(QUICK, experts=8, top_k=2) if is_small else shapes(WHOLE, experts=32, top_k=4)
     dtype = make_plan(device, quick=quick).dtype
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as place:
