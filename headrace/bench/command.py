@@ -21,6 +21,7 @@ BENCHES = {
     "engine": "the native engine's tokens a second, against the memory bandwidth's limit, transformers and vLLM",
     "trainer": "the trainer's tokens a second, FLOPs utilization and memory, against transformers",
     "mismatch": "how far logprobs of engine and trainer differ at other precision, with experts replayed and not",
+    "moe": "a mixture of experts in engine and trainer, against a dense model of equal active parameters, and vLLM",
     "lora": "an adapter's cost in decoding and publishing, and logprobs of engine and trainer with one, live and merged",
     "step": "whole RL steps, synchronous and asynchronous, against TRL with vLLM",
     "trl": "the quickstart with TRL and with Headrace: seconds until it is learned",

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from headrace.model.load import (
         ModelError,
         adapter_shapes,
+        can_group_experts,
         config_limit,
         context_limit,
-        has_experts,
         hidden_states,
         lacks_safetensors,
         load_config,

@@ -6,7 +6,9 @@ Weights are read from safetensors alone, since pickles run code as they load, an
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import SAFE_WEIGHTS_NAME, logging as transformers_logging
 
 from headrace.lora import Adapter, add_adapter, base_of, find_targets, read_settings, read_tensors
-from headrace.model import attention, tiny
+from headrace.model import attention, experts, tiny
 from headrace.model.arena import held_tensors
 from headrace.model.head import Head
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from headrace.model.settings import ModelSettings
 
 _WIDE = "headrace_wide_residual"
+_ROUTER = re.compile(r"Top[kK]Router$")
 _MATRIX = 2
 _PROBED = 5  # tokens
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
@@ -172,6 +175,7 @@ def load_model(
 def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTrainedModel:
     """Install our attention, and probe that every layer uses it and that our logprobs equal the model's own."""
     attention.register()
+    experts.register()
     check_config(model.config, name)
     model.eval()
     _widen_residual(model)
@@ -182,9 +186,9 @@ def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTra
     with _precision(model, device):
         own = torch.log_softmax(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float(), dim=-1)
     model.set_attn_implementation(attention.NAME)
-    if exact:
-        # One product per token and expert, so that a token's bits do not depend on how many others chose its expert.
-        model.set_experts_implementation("batched_mm")
+    if model._can_set_experts_implementation():
+        # If exact, one product per token and expert: a token's bits must not depend on how many others chose its expert.
+        model.set_experts_implementation("batched_mm" if exact else experts.NAME)
     _probe(model, f"model {name!r} ({model.config.model_type}) cannot be served", tokens, own)
     return model
 
@@ -197,11 +201,14 @@ def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _widen_residual(model: PreTrainedModel) -> None:
-    """Make the residual stream and norms of a bfloat16 or float16 model float32; matrices, products and cache stay narrow."""
+    """Make the residual stream, norms and routers of a bfloat16 or float16 model float32; other matrices, their products and
+    the cache stay narrow."""
     dtype = next(p for p in model.parameters() if p.ndim >= _MATRIX).dtype
-    if dtype in (torch.bfloat16, torch.float16) and not hasattr(model, _WIDE) and not has_experts(model):
+    if dtype in (torch.bfloat16, torch.float16) and not hasattr(model, _WIDE):
         setattr(model, _WIDE, dtype)
         model.get_input_embeddings().register_forward_hook(lambda module, given, embedded: embedded.float())
+        for module in filter(is_router, model.modules()):
+            put_before(module, _WideRouter)
         for name, tensor in held_tensors(model):
             tensor.data = tensor.data.to(served_dtype(model, name, tensor, dtype))
 
@@ -211,14 +218,38 @@ def served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch
     if not tensor.is_floating_point():
         return tensor.dtype
     always = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    is_wide = tensor.ndim < _MATRIX and not has_experts(model)
+    is_wide = tensor.ndim < _MATRIX or is_router(model.get_submodule(name.rpartition(".")[0]))
     return torch.float32 if is_wide or not always.isdisjoint(name.split(".")) else dtype
 
 
-def has_experts(model: PreTrainedModel) -> bool:
-    """Whether it is a mixture-of-experts model."""
+def is_router(module: nn.Module) -> bool:
+    return _ROUTER.search(type(module).__name__) is not None
+
+
+class _WideRouter:
+    """A router that computes in float32, whatever the precision of the products around it."""
+
+    def forward(self, hidden: Tensor, *given: Any) -> Any:  # noqa: ANN401  (a router's inputs and outputs)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return super().forward(hidden.float(), *given)  # type: ignore[misc]
+
+
+def put_before(module: Any, mixin: type) -> None:  # noqa: ANN401
+    """Put `mixin` before the module's class, once. A class and not a hook, so that compiled layers share their code."""
+    if not isinstance(module, mixin):
+        module.__class__ = _combined(mixin, module.__class__)
+
+
+@functools.cache
+def _combined(mixin: type, kind: type) -> type:
+    return type(kind.__name__, (mixin, kind), {})
+
+
+def can_group_experts(model: PreTrainedModel) -> bool:
+    """Whether its experts run as grouped products, in shapes that depend on no token's choice; true of dense models."""
     text = model.config.get_text_config()
-    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    is_dense = not any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return is_dense or model._can_set_experts_implementation()
 
 
 def check_config(config: Any, name: str) -> None:  # noqa: ANN401  (transformers' configs share no typed surface)

@@ -1,7 +1,8 @@
-"""Records which experts a mixture-of-experts model sends each token to, and replays what was recorded, by hooks on its routers.
+"""Records which experts a mixture-of-experts model sends each token to, and replays what was recorded.
 
-A transformers router returns logits, weights and indices; rollouts record the indices as `expert_routing`. The hooks are
-installed once per model, so that a model compiled afterwards has them in its graph.
+A transformers router returns logits, weights and indices; rollouts record the indices as `expert_routing`. Routers become
+`_Followed` ones, once per model. Each reads what to replay from its own attributes and leaves what it chose there; a hook on
+the decoder collects that after the last layer. So no code of a layer knows the layer's number, and one compilation serves all.
 
 Families differ in how they make weights of logits (softmax before or after the choice, sigmoid, normalised or not, scaled), but
 all choose with `topk`. A replay runs the router's own code with another answer from that one call: the recorded experts and
@@ -19,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from headrace.model.attention import PackedContext
-from headrace.model.load import ModelError, hidden_states
+from headrace.model.load import ModelError, hidden_states, is_router, put_before
 from headrace.records import unknown_expert
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     Sink = Callable[[int, Tensor], None]
 
-_ROUTER = re.compile(r"Top[kK]Router$")
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MOST_NARROW = 254  # experts that fit uint8, with 255 for an unknown one
 _TOP_K = (torch.topk, torch.Tensor.topk)
@@ -40,43 +40,46 @@ _PROBED = 16  # tokens
 
 
 def find_readable_routers(model: PreTrainedModel) -> Routers | None:
-    """A model's routers, with hooks on them. None for a dense model, and for routers of an unknown form: such a model is served
-    without recording its routing. Call it once per model, before compiling it."""
+    """A model's routers, made to be followed. None for a dense model, and for routers of an unknown form: such a model is
+    served without recording its routing. Call it once per model, before compiling it."""
     found: dict[int, nn.Module] = {}
     for name, block in model.named_modules():
         if "experts" in block._modules:
-            routers = [child for child in block.children() if _ROUTER.search(type(child).__name__)]
+            routers = [child for child in block.children() if is_router(child)]
             layer = _DECODER_LAYER.search(f"{name}.")
             if layer is None or len(routers) != 1:
                 return None
             found[int(layer[1])] = routers[0]
     match list({(getattr(router, "top_k", None), getattr(router, "num_experts", None)) for router in found.values()}):
         case [(int(top_k), int(num_experts))]:
-            return Routers([found[layer] for layer in sorted(found)], top_k=top_k, num_experts=num_experts)
+            return Routers(model, [found[layer] for layer in sorted(found)], top_k=top_k, num_experts=num_experts)
     return None
 
 
 class Routers:
-    """A model's routers in layer order, and the hooks that see and replay what they choose."""
+    """A model's routers in layer order: what they choose is seen and replayed."""
 
-    def __init__(self, routers: Sequence[nn.Module], *, top_k: int, num_experts: int) -> None:
+    def __init__(self, model: PreTrainedModel, routers: Sequence[nn.Module], *, top_k: int, num_experts: int) -> None:
+        self._routers: list[Any] = list(routers)
+        for followed in self._routers:
+            put_before(followed, _Followed)
+            followed.headrace_top_k = top_k
         self.num_layers = len(routers)  # decoder layers with experts
         self.top_k = top_k  # experts per token in each of them
         self.num_experts = num_experts
         self.dtype = torch.uint8 if num_experts <= _MOST_NARROW else torch.int16  # holds an expert's number
         self._sink: Sink | None = None
-        self._replayed: tuple[Tensor, Tensor] | None = None
+        self._differs: Tensor | None = None
         self._watched: dict[int, tuple[Tensor, Tensor]] | None = None
-        for index, router in enumerate(routers):
-            router.register_forward_hook(self._hook(index), with_kwargs=True)
+        model.base_model.register_forward_hook(lambda *_: self._collect())
 
     @contextlib.contextmanager
     def recording(self, sink: Sink) -> Iterator[None]:
-        """Within it, each router's forward pass calls `sink` with its index among the layers with experts, and the [tokens,
-        top_k] indices of the chosen experts, int64 on the model's device.
+        """Within it, each forward pass ends by calling `sink` for each layer with experts, with its index among these and the
+        [tokens, top_k] indices of the chosen experts, int64 on the model's device.
 
-        `sink` runs inside the pass: in a CUDA graph it must copy the indices to a fixed place and not wait for the device. A
-        compiled model is compiled once per sink, so reuse it. Activation checkpointing calls it again for recomputed layers.
+        In a CUDA graph `sink` must copy the indices to a fixed place and not wait for the device. If the whole model is
+        compiled, and not its layers, it is compiled once per sink, so reuse it.
         """
         assert self._sink is None, "the routers are being recorded already"
         self._sink = sink
@@ -90,23 +93,30 @@ class Routers:
         """Within it, passes send their rows to the experts in `routing`, [rows, layers, top_k]; rows of -1 are routed freely.
         Yields [layers, rows] bool, which each pass fills: where the router itself would have chosen another set. A backward
         pass that recomputes layers must be within it too."""
-        assert self._replayed is None, "routing is being replayed already"
-        differs = torch.zeros(self.num_layers, len(routing), dtype=torch.bool, device=routing.device)
-        self._replayed = routing, differs
+        assert self._differs is None, "routing is being replayed already"
+        self._differs = torch.zeros(self.num_layers, len(routing), dtype=torch.bool, device=routing.device)
+        for index, router in enumerate(self._routers):
+            router.headrace_recorded = routing[:, index].to(torch.int64, copy=True)  # compiled once: it is no view
         try:
-            yield differs
+            yield self._differs
         finally:
-            self._replayed = None
+            self._differs = None
+            for router in self._routers:
+                router.headrace_recorded = router.headrace_differs = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
         """Within it, a pass leaves each layer's logits, [rows, experts] and differentiable, and the experts it used, [rows,
-        top_k], in what this yields."""
+        top_k], in what this yields. A backward pass that recomputes layers must be within it too."""
         self._watched = {}
+        for router in self._routers:
+            router.headrace_keeps_logits = True
         try:
             yield self._watched
         finally:
             self._watched = None
+            for router in self._routers:
+                router.headrace_keeps_logits, router.headrace_logits = False, None
 
     @torch.no_grad()
     def check_replay(self, model: PreTrainedModel) -> None:
@@ -129,23 +139,43 @@ class Routers:
         if not is_forced or float(difference) > (1e-4 if weight.dtype == torch.float32 else 5e-2):
             raise ModelError(f"with its own choice of experts forced, hidden states differ by {float(difference):.1e}")
 
-    def _hook(self, index: int) -> Callable[..., object]:
-        def see(router: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: object) -> object:
-            if self._replayed is not None:
-                routing, differs = self._replayed
-                live: list[Tensor] = []
-                with _ForcedChoice(routing[:, index].long(), live, num_experts=self.num_experts):
-                    output = router.forward(*inputs, **keywords)
-                if len(live) != 1:
-                    raise ModelError(f"{type(router).__name__} does not choose its experts by one call of `topk`")
-                differs[index].copy_((live[0].sort().values != routing[:, index].sort().values).any(dim=-1))
+    def _collect(self) -> None:
+        """Pass on what the routers left during a pass."""
+        for index, router in enumerate(self._routers):
+            if self._differs is not None:
+                self._differs[index].copy_(router.headrace_differs)
             if self._sink is not None:
-                self._sink(index, _indices(router, output, top_k=self.top_k))
+                self._sink(index, router.headrace_chosen)
             if self._watched is not None:
-                self._watched[index] = _logits(output), _indices(router, output, top_k=self.top_k)
-            return output
+                self._watched[index] = router.headrace_logits, router.headrace_chosen
 
-        return see
+
+class _Followed:
+    """Comes before a router's own class."""
+
+    headrace_recorded: Tensor | None = None  # [rows, top_k]: what to replay
+    headrace_keeps_logits = False
+    headrace_top_k: int
+    headrace_chosen: Tensor  # this and the rest is what a pass leaves
+    headrace_differs: Tensor | None
+    headrace_logits: Tensor | None
+
+    def forward(self, *given: Any) -> Any:  # noqa: ANN401  (a router's inputs and outputs)
+        router: Any = self
+        own, recorded = super().forward, self.headrace_recorded  # type: ignore[misc]
+        if recorded is None:
+            output = own(*given)
+        else:
+            live: list[Tensor] = []
+            with _ForcedChoice(recorded, live, num_experts=router.num_experts):
+                output = own(*given)
+            if len(live) != 1:
+                raise ModelError(f"{type(self).__name__} does not choose its experts by one call of `topk`")
+            self.headrace_differs = (live[0].sort().values != recorded.sort().values).any(dim=-1)
+        self.headrace_chosen = _indices(router, output, top_k=self.headrace_top_k)
+        if self.headrace_keeps_logits:
+            self.headrace_logits = _logits(output)
+        return output
 
 
 class _ForcedChoice(TorchFunctionMode):

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.model import has_experts
-
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -17,11 +15,6 @@ if TYPE_CHECKING:
 
 _RECOMPILES = 64
 _WORTH_MOVING = 1 << 20  # bytes; smaller tensors stay
-
-
-def can_compile(model: PreTrainedModel) -> bool:
-    """Models with experts cannot be compiled: how many rows an expert gets is known only at run time."""
-    return not has_experts(model)
 
 
 def compile_all(model: PreTrainedModel) -> None:

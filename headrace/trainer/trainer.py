@@ -30,6 +30,7 @@ from headrace.model import (
     Head,
     Packed,
     adapter_of,
+    can_group_experts,
     check_recorded,
     find_readable_routers,
     hidden_states,
@@ -134,7 +135,7 @@ class DeviceTrainer:
             self.optimizer.load_weights(digits)
         if settings.recompute == "layers":
             layers.recompute(model)
-        if self._device.type == "cuda" and not exact and dtype != torch.float32 and layers.can_compile(model):
+        if self._device.type == "cuda" and not exact and dtype != torch.float32 and can_group_experts(model):
             layers.compile_all(model)
 
     def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
@@ -183,8 +184,9 @@ class DeviceTrainer:
         # All passes are packed and on their way to the device before the first starts, so that none waits for the host.
         for each in [prepared(*each) for each in self._passes(rollouts)]:
             self.num_passes += 1
-            with replaying(self._routers, each.packed) as differs:  # the backward pass too: it may recompute layers
-                self._train_pass(batch, each, seen)
+            # The backward pass is within both: it may recompute layers.
+            with replaying(self._routers, each.packed) as differs, self._watching() as watched:
+                self._train_pass(batch, each, seen, watched)
             if differs is not None:
                 seen.add_routing(differs, each.packed)
         metrics = seen.metrics()
@@ -257,9 +259,11 @@ class DeviceTrainer:
             columns[name] = self.forward(batch, column=name)
         return columns
 
-    def _train_pass(self, batch: Batch, each: _Pass, seen: Diagnostics) -> None:
+    def _train_pass(
+        self, batch: Batch, each: _Pass, seen: Diagnostics, watched: Mapping[int, tuple[Tensor, Tensor]] | None
+    ) -> None:
         packed = each.packed
-        with layers.saved_tensors(self._weights, on_host="activations" in self._settings.offload), self._watching() as watched:
+        with layers.saved_tensors(self._weights, on_host="activations" in self._settings.offload):
             rows = self._hidden(self.model, packed)
 
         def judge(start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -99,6 +99,13 @@ def test_mismatch(tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_moe(tmp_path) -> None:
+    rows = run_bench(tmp_path, "moe")
+    assert rows["4 × (16 + 16)"]["peers"]["dense"] > 0
+    assert rows["512 tokens of 64: whole step"]["peers"].keys() == {"dense", "replayed"}
+
+
+@pytest.mark.long
 def test_lora(tmp_path) -> None:
     rows = run_bench(tmp_path, "lora")
     assert rows["bytes"]["value"] < rows["bytes"]["peers"]["base"] and rows["one adapter ÷ base"]["value"] > 0

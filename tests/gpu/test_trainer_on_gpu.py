@@ -84,6 +84,27 @@ def test_narrow_gradients_are_near_and_do_not_depend_on_sharing(family: str, dty
     assert apart(narrow[True], narrow[False]) < 0.03
 
 
+@pytest.mark.parametrize("settings", [{}, {"recompute": "layers", "router_aux": 0.01}])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_gradients_through_compiled_experts_are_near(family: str, settings: dict) -> None:
+    """With the same experts forced on both sides, so that no rounding chooses others."""
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        trainer = make(family, device=device, dtype=dtype, std=0.05, **settings)
+        routers, given = trainer._routers, batch()
+        scores = np.random.default_rng(0).random((64, routers.num_layers, routers.num_experts))
+        table = scores.argsort(axis=-1)[..., : routers.top_k].astype(np.uint8)
+        rollouts = tuple(
+            each.replace(expert_routing=np.vstack([table[: len(each) - 1], table[:1] | 255])) for each in given.rollouts
+        )
+        trainer.forward_backward(dataclasses.replace(given, rollouts=rollouts))
+        found.append(gradient(trainer))
+        if device == "cuda":
+            assert trainer.model.base_model.layers[-1]._compiled_call_impl is not None
+            trainer.forward_backward(given)  # and routed freely
+    assert apart(found[1], found[0]) < 0.05
+
+
 @pytest.mark.parametrize("saving", [{"recompute": "layers"}, {"offload": ("activations",)}, {"offload": ("optimizer",)}])
 def test_what_saves_memory_trains_the_same(saving: dict) -> None:
     weights = []

@@ -206,11 +206,11 @@ def test_a_pass_takes_nothing_from_the_pass_of_another_thread() -> None:
     torch.testing.assert_close(during, forward(), rtol=0, atol=0)
 
 
-def test_what_transformers_keeps_in_float32_stays_so() -> None:
-    """The routers' correction of DeepSeek: an engine loads it in float32, and a trainer must publish it so."""
+def test_routers_and_vectors_stay_in_float32() -> None:
+    """DeepSeek's routers have a correction too: an engine loads it in float32, and a trainer must publish it so."""
     model = make("deepseek_v3")
     dtypes = {name: served_dtype(model, name, tensor, torch.bfloat16) for name, tensor in held_tensors(model)}
-    kept = [name for name, dtype in dtypes.items() if dtype == torch.float32]
-    assert kept and all(name.endswith("e_score_correction_bias") for name in kept)
+    kept = {name.split(".")[-2] for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert kept == {"norm", "input_layernorm", "post_attention_layernorm", "q_a_layernorm", "kv_a_layernorm", "gate"}
     narrow(model, torch.bfloat16)
     assert {name: tensor.dtype for name, tensor in held_tensors(model)} == dtypes

@@ -107,12 +107,13 @@ def test_the_table_is_what_an_eager_layer_saves_in_bfloat16() -> None:
     assert saved_by_a_layer(model, OneDocument()) == pytest.approx(expected, rel=0.01)
 
 
-def test_the_table_is_what_a_compiled_layer_saves() -> None:
+@pytest.mark.parametrize(("family", "margin"), [("qwen3", 0.01), ("qwen3_moe", 0.05)])
+def test_the_table_is_what_a_compiled_layer_saves(family: str, margin: float) -> None:
     """The partitioner that decides it is the same for every device."""
-    model = prepared("qwen3", torch.bfloat16)
+    model = prepared(family, torch.bfloat16)
     expected = expected_of_a_layer(COMPILED, model, width=2)
     saved = saved_by_a_layer(model, OneDocument(), backend="aot_eager_decomp_partition")
-    assert saved == pytest.approx(expected, rel=0.01)
+    assert saved == pytest.approx(expected, rel=margin)
 
 
 def test_a_row_names_a_width_that_every_shape_has() -> None:

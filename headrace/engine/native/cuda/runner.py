@@ -23,7 +23,7 @@ from headrace.engine.native.cuda.graphs import GraphCapture
 from headrace.engine.native.cuda.slot_state import SLOT_FIELDS, SlotState
 from headrace.engine.native.plain_runner import PlainRunner
 from headrace.engine.native.step import Runner, StepOutput, StepPlan
-from headrace.model import adapter_of, find_readable_routers
+from headrace.model import adapter_of, can_group_experts, find_readable_routers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,7 +146,9 @@ class CudaRunner(Runner):
         self.buckets = Buckets(
             self._state, head, cache, routers=by_model, bank=self._bank, prompt_buckets=prompt_buckets, device=self._device
         )
-        self.graphs: GraphCapture = GraphCapture(self.buckets, self._state, twin, compiles=routers is None, device=self._device)
+        self.graphs: GraphCapture = GraphCapture(
+            self.buckets, self._state, twin, compiles=can_group_experts(twin), device=self._device
+        )
         most = self.buckets.prompt_shapes[-1]
         self.max_prompt_tokens, self.max_sampled = most.tokens, most.sampled
         self._stream = _Stream(self._device)
