@@ -32,12 +32,7 @@ from headrace.launch.inputs import (
     open_tasks,
     reward_functions,
 )
-from headrace.launch.placement import (
-    choose_device,
-    choose_transport,
-    device_of,
-    receiving_devices,
-)
+from headrace.launch.placement import choose_device, choose_transport, device_of, receiving_devices
 from headrace.lora import base_of, read_tensors
 from headrace.model import (
     ModelError,

@@ -224,7 +224,7 @@ def open_tasks(recipe: Recipe, given: UserInputs) -> TaskStream:
     sources = sources_of(recipe.tasks, given.tasks)
     if not sources:
         raise ConfigError("tasks: none are given; add a [[tasks]] section with a source, or pass tasks=")
-    return _mixed(sources, [each.open(recipe, split="train") for each in sources], seed=recipe.seed)
+    return _mixed(sources, recipe)
 
 
 def open_examples(recipe: Recipe, given: UserInputs) -> TaskStream:
@@ -232,12 +232,12 @@ def open_examples(recipe: Recipe, given: UserInputs) -> TaskStream:
     sources = sources_of(recipe.sft.tasks, given.sft) or sources_of(recipe.tasks, given.tasks)
     if not sources:
         raise ConfigError("sft: there is nothing to learn from; add [[sft.tasks]] with a source")
-    return _mixed(sources, [each.open(recipe, split="train", is_sft=True) for each in sources], seed=recipe.seed)
+    return _mixed(sources, recipe, is_sft=True)
 
 
-def _mixed(sources: list[Source], opened: list[TaskSource], *, seed: int) -> TaskStream:
-    weighted = [(each, source.settings.weight) for source, each in zip(sources, opened, strict=True)]
-    return TaskStream(dict(zip(_names(sources), weighted, strict=True)), seed=seed)
+def _mixed(sources: list[Source], recipe: Recipe, *, is_sft: bool = False) -> TaskStream:
+    opened = [(each.open(recipe, split="train", is_sft=is_sft), each.settings.weight) for each in sources]
+    return TaskStream(dict(zip(_names(sources), opened, strict=True)), seed=recipe.seed)
 
 
 def open_sampler(recipe: Recipe, given: UserInputs) -> TaskStream | SampledTasks:

@@ -3,7 +3,6 @@ another loss: the mean of −log π over all learned tokens of the batch."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -26,7 +25,7 @@ from headrace.model import config_limit, load_config, load_tokenizer
 from headrace.observe import Observer
 from headrace.partial import PartialSettings
 from headrace.records import Batch
-from headrace.run import Evaluator
+from headrace.run import Evaluator, serving
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 from headrace.tasks import RowSource
@@ -184,11 +183,8 @@ async def _roles(
         tokens = min(config_limit(load_config(path), recipe.model.context), longest)
         most_blocks = blocks_for(min(recipe.engine.slots, len(checked)), tokens=tokens, block_size=recipe.engine.block_size)
     roles = build_roles(recipe, path, given, observer=Observer(), lineage=Lineage.new(), most_blocks=most_blocks)
-    async with asyncio.TaskGroup() as group:
-        services = [group.create_task(service()) for service in roles.services]
+    async with serving(roles):
         yield roles.trainer, lambda step: _success(recipe, roles, checked, step=step)
-        for service in services:
-            service.cancel()
 
 
 async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:

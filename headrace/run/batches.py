@@ -147,18 +147,15 @@ def adapt_weights(groups: Sequence[Group], recipe: Recipe, weights: TermWeights)
     which a callback may have changed."""
     train, rollouts = recipe.train, _rollouts(groups)
     used = TermWeights(weights.kl if train.kl_target else train.kl, weights.entropy if train.entropy_target else train.entropy)
-    following = used
-    if not (train.entropy_target or train.kl_target):
-        return used, following
-    logprobs = _on_masks(rollouts, [rollout.logprobs for rollout in rollouts])
+    following, is_adaptive = used, train.entropy_target or train.kl_target
+    logprobs = _on_masks(rollouts, [rollout.logprobs for rollout in rollouts]) if is_adaptive else ()
     if train.entropy_target and len(logprobs):
-        entropy = -float(logprobs.mean())
+        entropy = -float(np.mean(logprobs))
         used = used._replace(entropy=weights.entropy if entropy <= train.entropy_target else 0.0)
         adapted = next_entropy_weight(weights.entropy, entropy=entropy, target=train.entropy_target, step=train.entropy_step)
         following = following._replace(entropy=adapted)
     if train.kl_target and len(logprobs):
-        kl = _mean_kl(rollouts)
-        share = len(rollouts) / train.kl_horizon
+        kl, share = _mean_kl(rollouts), len(rollouts) / train.kl_horizon
         following = following._replace(kl=next_kl_weight(weights.kl, kl=kl, target=train.kl_target, share=share))
     return used, following
 
@@ -227,12 +224,9 @@ def _make_batch(groups: Sequence[list[tuple[Rollout, Array]]], recipe: Recipe, s
     rollouts = [rollout for group in groups for rollout, _ in group]
     lengths = np.array([len(rollout) for rollout in rollouts], dtype=np.int64)
     mask = np.concatenate([np.zeros(0, dtype=bool), *(rollout.loss_mask for rollout in rollouts)])
-    return Batch.from_columns(
-        rollouts,
-        advantages=np.concatenate([np.zeros(0, dtype=np.float32), *(values for group in groups for _, values in group)]),
-        weights=_on_trained(_scales(lengths, mask, recipe), lengths, mask),
-        **settings,
-    )
+    advantages = np.concatenate([np.zeros(0, dtype=np.float32), *(values for group in groups for _, values in group)])
+    weights = np.where(mask, np.repeat(_scales(lengths, mask, recipe).astype(np.float32), lengths), np.float32(0))
+    return Batch.from_columns(rollouts, advantages=advantages, weights=weights, **settings)
 
 
 def _with_advantages(
@@ -326,25 +320,18 @@ def _sampled_kl(rollout: Rollout) -> float:
     return float((rollout.logprobs - rollout.columns[REFERENCE])[rollout.loss_mask].sum(dtype=np.float64))
 
 
-def _on_trained(values: Sequence[float] | Array, lengths: Array, mask: Array) -> Array:
-    """[tokens] float32: each rollout's value on its trained tokens, 0 elsewhere."""
-    return np.where(mask, np.repeat(np.asarray(values, dtype=np.float32), lengths), np.float32(0))
-
-
 def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
-    """[rollouts]: the weight of each trained token. They sum to 1 over a batch; to the mean number of tokens with `sum`; to
+    """[rollouts]: the weight of its trained tokens. They sum to 1 over a batch; to the mean number of tokens with `sum`; to
     less than 1 with `constant`, or if sequences count equally and some have no trained token."""
-    train = recipe.train
+    train, count = recipe.train, len(lengths)
     if train.mean_over == "sum":
-        return np.full(len(lengths), 1 / max(len(lengths), 1))
+        return np.full(count, 1 / max(count, 1))
     if train.mean_over == "constant":
-        return np.full(len(lengths), train.mini_batches / (train.batch * recipe.sampling.max_tokens))
+        return np.full(count, train.mini_batches / (train.batch * recipe.sampling.max_tokens))
     if train.mean_over == "token":
-        return np.full(len(lengths), 1 / max(int(np.count_nonzero(mask)), 1))
-    trained = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)])
-    stops = np.cumsum(lengths)
-    counts = trained[stops] - trained[stops - lengths]
-    scales: Array = 1 / (len(lengths) * np.maximum(counts, 1))
+        return np.full(count, 1 / max(int(np.count_nonzero(mask)), 1))
+    trained, stops = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)]), np.cumsum(lengths)
+    scales: Array = 1 / (count * np.maximum(trained[stops] - trained[stops - lengths], 1))
     return scales
 
 

@@ -13,6 +13,15 @@ Sums: TypeAlias = "dict[str, list[float]]"
 """[sum, count] of each metric."""
 
 
+def added(sums: Mapping[str, list[float]], more: Mapping[str, list[float]]) -> Sums:
+    """A new dict of both."""
+    nothing = [0.0, 0]
+    return {
+        name: [a + b for a, b in zip(sums.get(name, nothing), more.get(name, nothing), strict=True)]
+        for name in {**sums, **more}
+    }
+
+
 class MetricLog:
     """Adds metrics up until they are taken; any thread may add."""
 
@@ -28,9 +37,7 @@ class MetricLog:
 
     def merge(self, sums: Mapping[str, list[float]]) -> None:
         with self._lock:
-            for name, (total, count) in sums.items():
-                before = self._sums.get(name, [0.0, 0])
-                self._sums[name] = [before[0] + total, before[1] + count]
+            self._sums = added(self._sums, sums)
 
     def take(self) -> Sums:
         """What was added since the last time."""
