@@ -341,7 +341,7 @@ class Launcher:
                 session.policy.ledger.close()
                 session.store.clear_rescued()
             await session.roles.refresh()
-            await session.end(status)
+            await session.call("on_end", status=status)
         except Exception as error:
             status = "failed"
             if session.roles.trainer.is_lost:
@@ -365,7 +365,7 @@ class Launcher:
 
     async def _end_after_failure(self, session: Session) -> None:
         try:
-            await session.end("failed")
+            await session.call("on_end", status="failed")
         except CallbackError as second:
             self.screen.say(f"and {second}")  # the first failure is raised
 

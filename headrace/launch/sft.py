@@ -115,7 +115,9 @@ class _Sft:
                 found = {"step": step, "loss": float(np.mean(losses)) if losses else math.nan}
                 found["tokens_per_second"] = (self.num_tokens - tokens_then) / max(seconds, 1e-9)
                 if self.held_out:
-                    found["held_out_loss"] = await self._loss()
+                    logprobs = await self.trainer.forward(supervised_batch(self.held_out))
+                    num_learned = sum(each.num_sampled for each in self.held_out)
+                    found["held_out_loss"] = -sum(float(each.sum()) for each in logprobs) / num_learned
                 if check is not None:
                     found["success"] = await check(step)
                 self._tell(found)
@@ -132,10 +134,6 @@ class _Sft:
         if self.num_steps and not self.num_tokens and self.num_left_out:
             raise ConfigError(f"sft: no example fits {self.longest} tokens; raise sft.max_length or model.context")
         return told
-
-    async def _loss(self) -> float:
-        logprobs = await self.trainer.forward(supervised_batch(self.held_out))
-        return -sum(float(each.sum()) for each in logprobs) / sum(each.num_sampled for each in self.held_out)
 
     def _tell(self, found: dict[str, float]) -> None:
         parts = []

@@ -145,11 +145,8 @@ def _shortened(text: str) -> str:
 def settled_shares(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, float]:
     """Of the rollouts that were trained or met the same end between two counts of the ledger: the share rejected as too old,
     filtered, and failed."""
-    trained, counts = now["trained"] - before["trained"], {}
-    for state in ("rejected", "filtered", "failed"):
-        count = now[state] - before[state]
-        counts[state] = count / max(trained + count, 1)
-    return counts
+    since = {state: now[state] - before[state] for state in now}
+    return {state: since[state] / max(since["trained"] + since[state], 1) for state in ("rejected", "filtered", "failed")}
 
 
 def trainer_metrics(seen: list[dict[str, float]], *, memory_peak: int) -> dict[str, float]:
