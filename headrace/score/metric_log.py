@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import TypeAlias
 
 Sums: TypeAlias = "dict[str, list[float]]"
 """[sum, count] of each metric."""
 
 
-def added(sums: Mapping[str, list[float]], more: Mapping[str, list[float]]) -> Sums:
-    """A new dict of both."""
-    nothing = [0.0, 0]
-    return {
-        name: [a + b for a, b in zip(sums.get(name, nothing), more.get(name, nothing), strict=True)]
-        for name in {**sums, **more}
-    }
+def added(sums: Sums, more: Sums) -> Sums:
+    """Both, in a new dict."""
+    both = dict(sums)
+    for name, (total, count) in more.items():
+        before = both.get(name, [0.0, 0])
+        both[name] = [before[0] + total, before[1] + count]
+    return both
 
 
 class MetricLog:
@@ -35,7 +32,7 @@ class MetricLog:
             raise ValueError(f"log_metric({name!r}, {value!r}): log a finite number under a name")
         self.merge({name: [float(value), 1]})
 
-    def merge(self, sums: Mapping[str, list[float]]) -> None:
+    def merge(self, sums: Sums) -> None:
         with self._lock:
             self._sums = added(self._sums, sums)
 
