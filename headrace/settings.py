@@ -328,3 +328,9 @@ def check(holds: bool, name: str, value: object, wanted: str) -> None:
     """Refuse a value unless `holds`; `build` adds the section's name and the line of the file."""
     if not holds:
         raise ConfigError(f"{name} = {value!r}: must be {wanted}")
+
+
+def check_least(least: int, settings: object, *names: str) -> None:
+    """Refuse any of these settings that is below `least`."""
+    for name in names:
+        check(getattr(settings, name) >= least, name, getattr(settings, name), f"≥ {least}")

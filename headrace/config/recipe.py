@@ -28,6 +28,7 @@ from headrace.settings import (
     apply_overrides,
     build,
     check,
+    check_least,
     describe,
     flatten,
     identity,
@@ -90,8 +91,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check(self.steps >= (not self.sft.is_on), "steps", self.steps, "≥ 1, or 0 with sft.steps or sft.epochs")
-        for name in ("seed", "threads"):
-            check(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
+        check_least(0, self, "seed", "threads")
         for name in ("deadline", "heartbeat"):
             check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         check_across_rooms(self)

@@ -32,12 +32,7 @@ from headrace.launch.inputs import (
     open_tasks,
     reward_functions,
 )
-from headrace.launch.placement import (
-    choose_device,
-    choose_transport,
-    device_of,
-    receiving_devices,
-)
+from headrace.launch.placement import choose_device, choose_transport, device_of, receiving_devices
 from headrace.lora import base_of, read_tensors
 from headrace.model import (
     ModelError,
@@ -214,7 +209,8 @@ def build_roles(
     most_blocks: int = 0,
     trains: bool = True,
 ) -> Roles:
-    """All roles in this process; the model is loaded twice, to generate and, if it `trains`, to train."""
+    """All roles in this process; the model is loaded twice, to generate and, if it `trains`, to train. `most_blocks`: the most
+    KV blocks an engine can use; 0 if unknown."""
     device = choose_device(recipe)
     sync = WeightSync(lineage, MemoryTransport(device), payload=recipe.sync.payload, adapter=recipe.lora.to_plain())
     engine, stop_ids = engine_kind(recipe.engine).make_inline(

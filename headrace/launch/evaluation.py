@@ -36,7 +36,7 @@ from headrace.run import (
     TaskScore,
     checkpoints_in,
     differences,
-    first_failure,
+    serving,
     task_id,
 )
 from headrace.settings import ConfigError, to_dict
@@ -192,17 +192,8 @@ async def _run(
         most_blocks = max_kv_blocks(recipe, context=context, longest_prompt=longest, num_held_out=count)
     more: dict[str, Any] = {"observer": observer, "lineage": Lineage.new(), "most_blocks": most_blocks}
     with stop.heard_by(task.cancel):
-        async with orchestration.roles(model_path, given, **more) as roles:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    services = [group.create_task(service()) for service in roles.services]
-                    evaluation = await Evaluator(recipe, roles).run(held_out)
-                    for service in services:
-                        service.cancel()
-            except BaseExceptionGroup as failures:
-                failure = first_failure(failures)
-                raise failure from failure.__cause__
-            return evaluation
+        async with orchestration.roles(model_path, given, **more) as roles, serving(roles):
+            return await Evaluator(recipe, roles).run(held_out)
 
 
 def _read_tasks(file: Path, held_out: Mapping[str, Sequence[dict[str, Plain]]]) -> list[TaskScore]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from headrace.records import Call, FinishReason, Rollout, Sampling
+from headrace.records import Rollout
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -135,19 +135,5 @@ def _rollout(pieces: list[tuple[list[int], bool]], *, name: str, group: str) -> 
     (prompt, _), *rest = pieces
     made = Rollout.from_prompt(prompt, id=name, episode=name, group=group)
     for ids, is_learned in rest:
-        if not is_learned:
-            made = made.append(ids)
-            continue
-        call = Call(
-            start=len(made),
-            stop=len(made) + len(ids),
-            engine="demonstration",
-            sampling=Sampling(max_tokens=len(ids)),
-            finish_reason=FinishReason.STOP,
-            started=0.0,
-            finished=0.0,
-        )
-        logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int32)
-        arrays: dict[str, Any] = {"token_ids": np.asarray(ids, dtype=np.int32), "logprobs": logprobs, "versions": versions}
-        made = made.extend(call, **arrays, policy=made.policy, lineage="")
+        made = made.demonstrate(ids, engine="demonstration") if is_learned else made.append(ids)
     return made

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.launch.inputs import UserInputs
-    from headrace.observe import Observer
     from headrace.run import Roles
-    from headrace.sync import Lineage
 
 
 class Inline(contextlib.AbstractContextManager["Inline"]):
@@ -32,9 +30,6 @@ class Inline(contextlib.AbstractContextManager["Inline"]):
         """Nothing to remove."""
 
     @contextlib.asynccontextmanager
-    async def roles(
-        self, model_path: str, given: UserInputs, *, observer: Observer, lineage: Lineage, most_blocks: int = 0
-    ) -> AsyncIterator[Roles]:
-        """Load the model into engines and trainer. `most_blocks`: the most KV blocks an engine can use, 0 if unknown."""
-        more: dict[str, Any] = {"observer": observer, "lineage": lineage, "most_blocks": most_blocks, "trains": self._trains}
-        yield build_roles(self._recipe, model_path, given, **more)
+    async def roles(self, model_path: str, given: UserInputs, **how: Any) -> AsyncIterator[Roles]:  # noqa: ANN401
+        """Load the model into engines and trainer, as `build_roles` says."""
+        yield build_roles(self._recipe, model_path, given, trains=self._trains, **how)

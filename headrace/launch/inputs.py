@@ -160,31 +160,27 @@ def fingerprint_inputs(recipe: Recipe, given: UserInputs) -> dict[str, list[str]
         found[key] = [name, _hash(_source_of(reward.function), *more)]
     for key, name in (("train.loss", train.loss), ("train.schedule", train.schedule), ("sft.schedule", recipe.sft.schedule)):
         found[key] = [name, _hash(_source_of(import_name(name, setting=key))) if ":" in name else name]
-    kind, own_sampler = recipe.sampler.kind, given.sampler
-    if own_sampler is None and ":" in kind:
-        own_sampler = import_name(kind, setting="sampler.kind")
-    if own_sampler is not None:
-        name = kind if given.sampler is None else getattr(own_sampler, "__qualname__", type(own_sampler).__qualname__)
-        found["sampler.kind" if given.sampler is None else "sampler"] = [name, _hash(_source_of(own_sampler))]
-    if given.environment is not None:
-        found["environment"] = [type(given.environment).__qualname__, _hash(_source_of(given.environment))]
+    if given.sampler is None and ":" in recipe.sampler.kind:
+        kind = recipe.sampler.kind
+        found["sampler.kind"] = [kind, _hash(_source_of(import_name(kind, setting="sampler.kind")))]
+    for argument, own in (("sampler", given.sampler), ("environment", given.environment)):
+        if own is not None:
+            found[argument] = [getattr(own, "__qualname__", type(own).__qualname__), _hash(_source_of(own))]
     return found
 
 
 def _source_of(function: Any) -> str:  # noqa: ANN401
     """The code of a function; of a `functools.partial`, with its arguments."""
     if isinstance(function, functools.partial):
-        given = [*enumerate(function.args), *sorted(function.keywords.items())]
-        return " ".join([_source_of(function.func), *(f"{name}={_told(value)}" for name, value in given)])
+        code = [_source_of(function.func)]
+        for name, value in [*enumerate(function.args), *sorted(function.keywords.items())]:
+            shown = _source_of(value) if callable(value) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # as next time
+            code.append(f"{name}={shown}")
+        return " ".join(code)
     try:
         return inspect.getsource(function if hasattr(function, "__name__") else type(function))
     except (OSError, TypeError):
         return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _told(value: object) -> str:
-    """A value as the next process says it too: without addresses."""
-    return _source_of(value) if callable(value) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _hash(*parts: object) -> str:
@@ -224,7 +220,7 @@ def open_tasks(recipe: Recipe, given: UserInputs) -> TaskStream:
     sources = sources_of(recipe.tasks, given.tasks)
     if not sources:
         raise ConfigError("tasks: none are given; add a [[tasks]] section with a source, or pass tasks=")
-    return _mixed(sources, [each.open(recipe, split="train") for each in sources], seed=recipe.seed)
+    return _mixed(sources, recipe)
 
 
 def open_examples(recipe: Recipe, given: UserInputs) -> TaskStream:
@@ -232,12 +228,12 @@ def open_examples(recipe: Recipe, given: UserInputs) -> TaskStream:
     sources = sources_of(recipe.sft.tasks, given.sft) or sources_of(recipe.tasks, given.tasks)
     if not sources:
         raise ConfigError("sft: there is nothing to learn from; add [[sft.tasks]] with a source")
-    return _mixed(sources, [each.open(recipe, split="train", is_sft=True) for each in sources], seed=recipe.seed)
+    return _mixed(sources, recipe, is_sft=True)
 
 
-def _mixed(sources: list[Source], opened: list[TaskSource], *, seed: int) -> TaskStream:
-    weighted = [(each, source.settings.weight) for source, each in zip(sources, opened, strict=True)]
-    return TaskStream(dict(zip(_names(sources), weighted, strict=True)), seed=seed)
+def _mixed(sources: list[Source], recipe: Recipe, *, is_sft: bool = False) -> TaskStream:
+    opened = [(each.open(recipe, split="train", is_sft=is_sft), each.settings.weight) for each in sources]
+    return TaskStream(dict(zip(_names(sources), opened, strict=True)), seed=recipe.seed)
 
 
 def open_sampler(recipe: Recipe, given: UserInputs) -> TaskStream | SampledTasks:

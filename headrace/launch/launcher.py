@@ -198,7 +198,7 @@ class Launcher:
     async def _run(self, model_path: str, orchestration: Inline | LocalProcesses) -> RunResult:
         """Open a session, resumed from the last checkpoint if there is one, and train; if the trainer's process is lost, open
         another over the same engines. A second stop request cancels it."""
-        with self.how.stop.cancels_this_task():
+        with self.how.stop.cancels(asyncio.current_task(), at=2):
             began = time.perf_counter()
             store, checkpoint, lineage = self._find_checkpoint()
             observer = self._observe(checkpoint, orchestration)
@@ -341,7 +341,7 @@ class Launcher:
                 session.policy.ledger.close()
                 session.store.clear_rescued()
             await session.roles.refresh()
-            await session.end(status)
+            await session.call("on_end", status=status)
         except Exception as error:
             status = "failed"
             if session.roles.trainer.is_lost:
@@ -365,7 +365,7 @@ class Launcher:
 
     async def _end_after_failure(self, session: Session) -> None:
         try:
-            await session.end("failed")
+            await session.call("on_end", status="failed")
         except CallbackError as second:
             self.screen.say(f"and {second}")  # the first failure is raised
 
@@ -378,9 +378,8 @@ class Launcher:
 def _sample_texts(session: Session) -> list[tuple[str, str, float | None]]:
     """(prompt, completion, reward) of each sample, for the final report."""
     decode = session.roles.encoder.tokenizer.decode
-    texts = []
-    for episode in session.samples:
-        for rollout in episode.rollouts[:1]:
-            prompt = str(decode(rollout.token_ids[rollout.source == 0].tolist()))
-            texts.append((prompt, str(decode(rollout.completion_ids)), episode.reward))
-    return texts
+    return [
+        (str(decode(rollout.token_ids[rollout.source == 0].tolist())), str(decode(rollout.completion_ids)), episode.reward)
+        for episode in session.samples
+        for rollout in episode.rollouts[:1]
+    ]

@@ -24,14 +24,7 @@ from headrace.launch.build import make_roles
 from headrace.launch.forecast import count_parameters
 from headrace.launch.heartbeat import SILENT_HEARTBEATS, send_heartbeats
 from headrace.launch.placement import Order, choose_transport, place_on_this_host
-from headrace.launch.process import (
-    PING_GRACE_SECONDS,
-    ChildProcess,
-    RestartBudget,
-    RoleFailed,
-    RoleProcess,
-    TrainerLost,
-)
+from headrace.launch.process import PING_GRACE_SECONDS, ChildProcess, RestartBudget, RoleFailed, RoleProcess, TrainerLost
 from headrace.leftovers import Claim, sweep
 from headrace.model import adapter_shapes, bytes_per_number
 from headrace.rpc import Listener, RemoteError, StreamClosed, socket_place
@@ -42,7 +35,6 @@ from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-    from types import TracebackType
 
     from headrace.config import Recipe
     from headrace.launch.inputs import UserInputs
@@ -121,7 +113,7 @@ class LocalProcesses:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._kill_all()
         self._on_exit.close()
 
@@ -390,19 +382,14 @@ class LocalProcesses:
             raise error
         try:
             await self.start_engine(await self._start_again(process, error), is_first=False)
-        except RoleFailed as spent:
-            self._go_on_without(process, spent)
-        else:
             self._say(f"{process.name} is back")
-
-    def _go_on_without(self, process: RoleProcess, error: RoleFailed) -> None:
-        """An engine's restarts are spent; raises if it was the last."""
-        self._given_up.append(process.name)
-        self._connected.pop(process.name, None)
-        left = len(self._restarts) - len(self._given_up)
-        if not left:
-            raise error
-        self._say(f"{error}\n  the run goes on with {left} of {len(self._restarts)} engines")
+        except RoleFailed as spent:
+            self._given_up.append(process.name)
+            self._connected.pop(process.name, None)
+            left = len(self._restarts) - len(self._given_up)
+            if not left:
+                raise
+            self._say(f"{spent}\n  the run goes on with {left} of {len(self._restarts)} engines")
 
     def _losses(self) -> dict[str, Any]:
         """For the summary."""

@@ -3,7 +3,6 @@ another loss: the mean of −log π over all learned tokens of the batch."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -26,7 +25,7 @@ from headrace.model import config_limit, load_config, load_tokenizer
 from headrace.observe import Observer
 from headrace.partial import PartialSettings
 from headrace.records import Batch
-from headrace.run import Evaluator
+from headrace.run import Evaluator, serving
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 from headrace.tasks import RowSource
@@ -116,7 +115,9 @@ class _Sft:
                 found = {"step": step, "loss": float(np.mean(losses)) if losses else math.nan}
                 found["tokens_per_second"] = (self.num_tokens - tokens_then) / max(seconds, 1e-9)
                 if self.held_out:
-                    found["held_out_loss"] = await self._loss()
+                    logprobs = await self.trainer.forward(supervised_batch(self.held_out))
+                    num_learned = sum(each.num_sampled for each in self.held_out)
+                    found["held_out_loss"] = -sum(float(each.sum()) for each in logprobs) / num_learned
                 if check is not None:
                     found["success"] = await check(step)
                 self._tell(found)
@@ -133,10 +134,6 @@ class _Sft:
         if self.num_steps and not self.num_tokens and self.num_left_out:
             raise ConfigError(f"sft: no example fits {self.longest} tokens; raise sft.max_length or model.context")
         return told
-
-    async def _loss(self) -> float:
-        logprobs = await self.trainer.forward(supervised_batch(self.held_out))
-        return -sum(float(each.sum()) for each in logprobs) / sum(each.num_sampled for each in self.held_out)
 
     def _tell(self, found: dict[str, float]) -> None:
         parts = []
@@ -184,11 +181,8 @@ async def _roles(
         tokens = min(config_limit(load_config(path), recipe.model.context), longest)
         most_blocks = blocks_for(min(recipe.engine.slots, len(checked)), tokens=tokens, block_size=recipe.engine.block_size)
     roles = build_roles(recipe, path, given, observer=Observer(), lineage=Lineage.new(), most_blocks=most_blocks)
-    async with asyncio.TaskGroup() as group:
-        services = [group.create_task(service()) for service in roles.services]
+    async with serving(roles):
         yield roles.trainer, lambda step: _success(recipe, roles, checked, step=step)
-        for service in services:
-            service.cancel()
 
 
 async def _success(recipe: Recipe, roles: Roles, tasks: list[dict[str, Plain]], *, step: int) -> float:

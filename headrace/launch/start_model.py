@@ -21,7 +21,6 @@ from headrace.launch.folder import FolderLock, cache_folder
 from headrace.launch.inputs import UserInputs, fingerprint_inputs
 from headrace.launch.sft import optimizer_settings, run_sft
 from headrace.model import tiny
-from headrace.run import first_failure
 from headrace.settings import ConfigError, identity, to_dict
 
 if TYPE_CHECKING:
@@ -36,12 +35,7 @@ _NUM_KEPT = 16
 
 @contextlib.contextmanager
 def model_folder(
-    recipe: Recipe,
-    given: UserInputs,
-    *,
-    say: Callable[[str], None],
-    stop: StopRequest | None = None,
-    keep: Path | None = None,
+    recipe: Recipe, given: UserInputs, *, say: Callable[[str], None], stop: StopRequest | None = None, keep: Path | None = None
 ) -> Iterator[str]:
     """The folder of the model RL starts from. A cached one is not removed before the block ends. `stop` ends SFT at once,
     since it has nothing to save: `asyncio.CancelledError`. `keep`: where a model made here is copied, for checkpoints that are
@@ -95,11 +89,7 @@ def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], 
             tiny.build_folder(temporary, recipe.model, seed=recipe.seed)
         if recipe.sft.is_on:
             start = str(temporary) if is_builtin else recipe.model.path
-            try:
-                asyncio.run(_stoppable(run_sft(recipe, start, given, temporary, say=say), stop))
-            except BaseExceptionGroup as failures:
-                failure = first_failure(failures)
-                raise failure from failure.__cause__
+            asyncio.run(_stoppable(run_sft(recipe, start, given, temporary, say=say), stop))
         with contextlib.suppress(OSError):  # another process has finished the same model first
             temporary.rename(target)
     finally:
@@ -109,7 +99,7 @@ def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], 
 
 async def _stoppable(work: Coroutine[Any, Any, None], stop: StopRequest | None) -> None:
     task = asyncio.ensure_future(work)
-    with contextlib.nullcontext() if stop is None else stop.requested_by_others(task.cancel):
+    with contextlib.nullcontext() if stop is None else stop.cancels(task, at=1):
         await task
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,25 +32,13 @@ class StopRequest:
             act()
 
     @contextlib.contextmanager
-    def cancels_this_task(self) -> Iterator[None]:
-        """In this block, a second request cancels the current task."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    def cancels(self, task: asyncio.Task[Any] | None, *, at: int) -> Iterator[None]:
+        """In this block, request number `at` and any later one cancel a task; signals stay as they are."""
         assert task is not None
-        self._on_second = lambda: loop.call_soon_threadsafe(task.cancel)
-        if self.num_made > 1:
+        self._on_second = lambda: task.get_loop().call_soon_threadsafe(task.cancel)
+        self._on_first = self._on_second if at == 1 else self._on_first
+        if self.num_made >= at:  # before this block started
             task.cancel()
-        try:
-            yield
-        finally:
-            self._on_second = None
-
-    @contextlib.contextmanager
-    def requested_by_others(self, stop: Callable[[], object]) -> Iterator[None]:
-        """In this block, a request of another thread calls `stop` in this event loop; signals stay as they are."""
-        loop = asyncio.get_running_loop()
-        self._on_first = self._on_second = lambda: loop.call_soon_threadsafe(stop)
-        if self.num_made:  # before this block started
-            stop()
         try:
             yield
         finally:

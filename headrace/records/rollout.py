@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.records.check import OPTIONAL_FIELDS, SAMPLED, TOKEN_ARRAYS, check_calls, check_tokens, covers, read_fields
 from headrace.records.expert_routing import cut_routing, merge_routing
-from headrace.records.sampling import Call, FinishReason, Outcome, SamplingMask, Scored, Source, join_masks
+from headrace.records.sampling import Call, FinishReason, Outcome, Sampling, SamplingMask, Scored, Source, join_masks
 from headrace.records.validate import Array, check_kind, equal_records, frozen, grown, unchecked_copy
 
 _TOKEN_BYTES = sum(dtype.itemsize for dtype in TOKEN_ARRAYS.values())
@@ -161,6 +161,14 @@ class Rollout:
         changes |= {"policy": policy, "lineage": lineage, **mask, "columns": self._lasting_columns(added, entropies)}
         changes |= {"calls": (*self.calls, call), "finish_reason": call.finish_reason, "expert_routing": routing}
         return unchecked_copy(self, changes)
+
+    def demonstrate(self, token_ids: list[int] | Array, *, engine: str) -> Rollout:
+        """Append tokens as if a call had sampled them, each for sure, with version 0; `engine` names who did."""
+        ids, start = np.asarray(token_ids, dtype=np.int32), len(self)
+        how: dict[str, Any] = {"sampling": Sampling(max_tokens=len(ids)), "finish_reason": FinishReason.STOP}
+        call = Call(start=start, stop=start + len(ids), engine=engine, started=0.0, finished=0.0, **how)
+        logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int32)
+        return self.extend(call, token_ids=ids, logprobs=logprobs, versions=versions, policy=self.policy, lineage="")
 
     def append(self, token_ids: list[int] | Array, *, source: Source = Source.TOOL) -> Rollout:
         """Append tokens that the policy did not sample, such as a tool's reply. Called by environments between generate calls;

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.run.estimates import Estimate, TaskScore, differences
     from headrace.run.evaluate import Evaluation, Evaluator, task_id
     from headrace.run.in_flight import EpisodeInFlight
-    from headrace.run.loops import first_failure, leg, run_loops
+    from headrace.run.loops import leg, run_loops, serving
     from headrace.run.policy import POLICY, PolicyState
     from headrace.run.publishing import make_canary
     from headrace.run.session import Session, fewer_gc_pauses

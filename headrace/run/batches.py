@@ -8,6 +8,7 @@ number of optimizer steps.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,18 +148,15 @@ def adapt_weights(groups: Sequence[Group], recipe: Recipe, weights: TermWeights)
     which a callback may have changed."""
     train, rollouts = recipe.train, _rollouts(groups)
     used = TermWeights(weights.kl if train.kl_target else train.kl, weights.entropy if train.entropy_target else train.entropy)
-    following = used
-    if not (train.entropy_target or train.kl_target):
-        return used, following
-    logprobs = _on_masks(rollouts, [rollout.logprobs for rollout in rollouts])
+    following, is_adaptive = used, train.entropy_target or train.kl_target
+    logprobs = _on_masks(rollouts, [rollout.logprobs for rollout in rollouts]) if is_adaptive else ()
     if train.entropy_target and len(logprobs):
-        entropy = -float(logprobs.mean())
+        entropy = -float(np.mean(logprobs))
         used = used._replace(entropy=weights.entropy if entropy <= train.entropy_target else 0.0)
         adapted = next_entropy_weight(weights.entropy, entropy=entropy, target=train.entropy_target, step=train.entropy_step)
         following = following._replace(entropy=adapted)
     if train.kl_target and len(logprobs):
-        kl = _mean_kl(rollouts)
-        share = len(rollouts) / train.kl_horizon
+        kl, share = _mean_kl(rollouts), len(rollouts) / train.kl_horizon
         following = following._replace(kl=next_kl_weight(weights.kl, kl=kl, target=train.kl_target, share=share))
     return used, following
 
@@ -190,15 +188,16 @@ def make_batches(
         rewards = [sum_of_normalised(list(map(_parts, group.episodes)), weights=reward_weights or {}) for group in groups]
     else:
         rewards = [np.array([episode.reward or 0.0 for episode in group.episodes]) for group in groups]
-    by_group, batches = _with_advantages(groups, rewards, recipe, kl_weight=weights.kl), []
+    pairs, batches = _with_advantages(groups, rewards, recipe, kl_weight=weights.kl), []
     if train.mask_truncated:  # after the advantages, so that its reward and KL count for its siblings
-        by_group = [[_masked_if_truncated(*each) for each in group] for group in by_group]
+        pairs = [_masked_if_truncated(*pair) for pair in pairs]
     if train.entropy_quantile < 1:
-        trained = [rollout for group in by_group for rollout, _ in group]
+        trained = [rollout for rollout, _ in pairs]
         entropies = _on_masks(trained, [rollout.columns[ENTROPY] for rollout in trained])
         floor = np.quantile(entropies, 1 - train.entropy_quantile, method="higher") if len(entropies) else 0.0
         settings["entropy_floor"] = max(0.0, float(floor))
-    parts = min(train.mini_batches, len(groups))
+    remaining, parts = iter(pairs), min(train.mini_batches, len(groups))
+    by_group = [[next(remaining) for episode in group.episodes for _ in episode.rollouts] for group in groups]
     for epoch in range(train.epochs):
         if epoch and parts > 1:
             order = np.random.default_rng([recipe.seed, version, epoch]).permutation(len(groups))
@@ -227,45 +226,41 @@ def _make_batch(groups: Sequence[list[tuple[Rollout, Array]]], recipe: Recipe, s
     rollouts = [rollout for group in groups for rollout, _ in group]
     lengths = np.array([len(rollout) for rollout in rollouts], dtype=np.int64)
     mask = np.concatenate([np.zeros(0, dtype=bool), *(rollout.loss_mask for rollout in rollouts)])
-    return Batch.from_columns(
-        rollouts,
-        advantages=np.concatenate([np.zeros(0, dtype=np.float32), *(values for group in groups for _, values in group)]),
-        weights=_on_trained(_scales(lengths, mask, recipe), lengths, mask),
-        **settings,
-    )
+    advantages = np.concatenate([np.zeros(0, dtype=np.float32), *(values for group in groups for _, values in group)])
+    weights = np.where(mask, np.repeat(_scales(lengths, mask, recipe).astype(np.float32), lengths), np.float32(0))
+    return Batch.from_columns(rollouts, advantages=advantages, weights=weights, **settings)
 
 
 def _with_advantages(
     groups: Sequence[Group], rewards: Sequence[Array], recipe: Recipe, *, kl_weight: float
-) -> list[list[tuple[Rollout, Array]]]:
-    """By group: each rollout, with the columns its loss needs, and its advantages, [T] float32. With a KL in the reward, each
-    token's own share of it counts for itself and the tokens before, or all of the episode's for each of its tokens."""
+) -> list[tuple[Rollout, Array]]:
+    """Each rollout, with the columns its loss needs, and its advantages, [T] float32. With a KL in the reward, each token's own
+    share of it counts for itself and the tokens before, or all of the episode's for each of its tokens."""
     train, traits = recipe.train, ADVANTAGES[recipe.train.advantage]
-    if traits.made_from == TEACHER:
-        return [[(rollout, _distilled(rollout)) for e in group.episodes for rollout in e.rollouts] for group in groups]
+    episodes = [episode for group in groups for episode in group.episodes]
+    if traits.made_from == TEACHER:  # log π_T − log μ: how much likelier the sampled token is under the teacher
+        return [
+            (each, np.where(each.loss_mask, each.columns[TEACHER] - each.logprobs, np.float32(0))) for each in _rollouts(groups)
+        ]
     if traits.learns_values or (train.kl_in_reward and traits.kl_is_per_token):
-        return _with_token_advantages(groups, rewards, recipe, kl_weight=kl_weight)
+        return _with_token_advantages(episodes, rewards, recipe, kl_weight=kl_weight)
     if train.kl_in_reward:
         costs = [[kl_weight * sum(map(_sampled_kl, e.rollouts)) for e in group.episodes] for group in groups]
         rewards = [of_group - np.array(cost) for of_group, cost in zip(rewards, costs, strict=True)]
-    values = batch_advantages(rewards, baseline=train.advantage, scale=train.scale)
+    values = itertools.chain.from_iterable(batch_advantages(rewards, baseline=train.advantage, scale=train.scale))
     return [
-        [
-            (rollout, np.where(rollout.loss_mask, value, np.float32(0)))
-            for episode, value in zip(group.episodes, of_group, strict=True)
-            for rollout in episode.rollouts
-        ]
-        for group, of_group in zip(groups, values, strict=True)
+        (rollout, np.where(rollout.loss_mask, value, np.float32(0)))
+        for episode, value in zip(episodes, values, strict=True)
+        for rollout in episode.rollouts
     ]
 
 
 def _with_token_advantages(
-    groups: Sequence[Group], rewards: Sequence[Array], recipe: Recipe, *, kl_weight: float
-) -> list[list[tuple[Rollout, Array]]]:
+    episodes: Sequence[Episode], rewards: Sequence[Array], recipe: Recipe, *, kl_weight: float
+) -> list[tuple[Rollout, Array]]:
     """From the rewards of single tokens: by `gae`, or without values the reward to come less the mean; ÷ the version's std."""
     train, learns_values = recipe.train, ADVANTAGES[recipe.train.advantage].learns_values
     rollouts, made = [], []
-    episodes = [episode for group in groups for episode in group.episodes]
     for episode, reward in zip(episodes, np.concatenate([np.zeros(0), *rewards]).tolist(), strict=True):
         for rollout in episode.rollouts:
             mask, own = rollout.loss_mask, token_rewards(rollout, reward)
@@ -285,8 +280,7 @@ def _with_token_advantages(
     elif not learns_values and len(every):
         every = every - every.mean()
     scaled = np.split(every, np.cumsum([len(part) for part in made]))
-    pairs = iter([(rollout, _placed(part, rollout)) for rollout, part in zip(rollouts, scaled, strict=False)])
-    return [[next(pairs) for episode in group.episodes for _ in episode.rollouts] for group in groups]
+    return [(rollout, _placed(part, rollout)) for rollout, part in zip(rollouts, scaled, strict=False)]
 
 
 def _parts(episode: Episode) -> Mapping[str, float]:
@@ -326,31 +320,19 @@ def _sampled_kl(rollout: Rollout) -> float:
     return float((rollout.logprobs - rollout.columns[REFERENCE])[rollout.loss_mask].sum(dtype=np.float64))
 
 
-def _on_trained(values: Sequence[float] | Array, lengths: Array, mask: Array) -> Array:
-    """[tokens] float32: each rollout's value on its trained tokens, 0 elsewhere."""
-    return np.where(mask, np.repeat(np.asarray(values, dtype=np.float32), lengths), np.float32(0))
-
-
 def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
-    """[rollouts]: the weight of each trained token. They sum to 1 over a batch; to the mean number of tokens with `sum`; to
+    """[rollouts]: the weight of its trained tokens. They sum to 1 over a batch; to the mean number of tokens with `sum`; to
     less than 1 with `constant`, or if sequences count equally and some have no trained token."""
-    train = recipe.train
+    train, count = recipe.train, len(lengths)
     if train.mean_over == "sum":
-        return np.full(len(lengths), 1 / max(len(lengths), 1))
+        return np.full(count, 1 / max(count, 1))
     if train.mean_over == "constant":
-        return np.full(len(lengths), train.mini_batches / (train.batch * recipe.sampling.max_tokens))
+        return np.full(count, train.mini_batches / (train.batch * recipe.sampling.max_tokens))
     if train.mean_over == "token":
-        return np.full(len(lengths), 1 / max(int(np.count_nonzero(mask)), 1))
-    trained = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)])
-    stops = np.cumsum(lengths)
-    counts = trained[stops] - trained[stops - lengths]
-    scales: Array = 1 / (len(lengths) * np.maximum(counts, 1))
+        return np.full(count, 1 / max(int(np.count_nonzero(mask)), 1))
+    trained, stops = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)]), np.cumsum(lengths)
+    scales: Array = 1 / (count * np.maximum(trained[stops] - trained[stops - lengths], 1))
     return scales
-
-
-def _distilled(rollout: Rollout) -> Array:
-    """[T]: log π_T − log μ, how much likelier the sampled token is under the teacher."""
-    return np.where(rollout.loss_mask, rollout.columns[TEACHER] - rollout.logprobs, np.float32(0)).astype(np.float32)
 
 
 def _placed(values: Array, rollout: Rollout) -> Array:

@@ -108,7 +108,7 @@ class Callbacks:
         self._thread = UserThread("callbacks") if in_thread and self._given else None
         self._deadline = deadline
         self._turn = asyncio.Lock()
-        self._is_started = self._is_ended = False
+        self._called: set[str] = set()
         self.seconds: dict[str, float] = {}
         """Of all calls, by name, such as `EarlyStop.on_step`."""
 
@@ -124,13 +124,11 @@ class Callbacks:
 
     def is_due(self, hook: str) -> bool:
         """Whether to call it: `on_start` and `on_end` are called once, and the second only after the first."""
-        if hook == "on_start":
-            is_first, self._is_started = not self._is_started, True
-            return is_first
-        if hook == "on_end":
-            is_first, self._is_ended = self._is_started and not self._is_ended, True
-            return is_first
-        return True
+        if hook not in ("on_start", "on_end"):
+            return True
+        is_first = hook not in self._called and (hook == "on_start" or "on_start" in self._called)
+        self._called.add(hook)
+        return is_first
 
     async def call(self, name: str, method: Callable[..., Any], *arguments: object) -> float:
         """Call one, after any other that is running. Returns its seconds, if this is the first slow call of that name."""

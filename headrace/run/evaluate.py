@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -106,12 +108,8 @@ class Evaluator:
             self._episodes(samples, how),
             self._episodes({f"{id}/greedy": task for id, task in rows.items()} if settings.greedy else {}, greedily),
         )
-        thread = None if self._is_inline else UserThread("evaluate.answer")
-        try:
+        with contextlib.nullcontext() if self._is_inline else contextlib.closing(UserThread("evaluate.answer")) as thread:
             voted = [await self._vote(episode, thread) for episode in sampled]
-        finally:
-            if thread is not None:
-                thread.close()
         sampled = [episode for episode, _ in voted]
         tasks = tuple(
             TaskScore(
@@ -124,18 +122,15 @@ class Evaluator:
             for index, (id, task) in enumerate(rows.items())
             for of_task in [voted[index * settings.samples : (index + 1) * settings.samples]]
         )
-        by_source = (
-            {source: [task for task in tasks if task.source == source] for source in sources} if len(sources) > 1 else {}
-        )
+        found = functools.partial(estimates, success_at=settings.success_at)
         episodes = [*sampled, *greedy]
-        sampled_by = {int(v) for episode in episodes for rollout in episode.rollouts for v in np.unique(rollout.versions)} - {
-            -1
-        }
+        versions = [rollout.versions[rollout.versions >= 0] for episode in episodes for rollout in episode.rollouts]
+        sampled_by = np.concatenate([np.zeros(0, dtype=np.int32), *versions])
         return Evaluation(
             tasks=tasks,
-            estimates=estimates(tasks, success_at=settings.success_at),
-            sources={source: estimates(inside, success_at=settings.success_at) for source, inside in by_source.items()},
-            versions=(min(sampled_by), max(sampled_by)) if sampled_by else None,
+            estimates=found(tasks),
+            sources={name: found([task for task in tasks if task.source == name]) for name in sources if len(sources) > 1},
+            versions=(int(sampled_by.min()), int(sampled_by.max())) if len(sampled_by) else None,
             failed=sum(episode.reward is None for episode in episodes),
             problem=_problem(episodes),
             episodes=tuple(sampled[:: settings.samples]),

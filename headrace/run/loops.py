@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headrace.run.batches import StartedBatch
     from headrace.run.in_flight import EpisodeInFlight
     from headrace.run.policy import PolicyState
-    from headrace.run.state import Run
+    from headrace.run.state import Roles, Run
 
 
 async def feed(run: Run) -> NoReturn:
@@ -172,6 +172,20 @@ async def run_loops(run: Run) -> None:
         run.spawn(loop, run)
     for training in [run.spawn(train, run, policy) for policy in run.policies.values()]:
         await training
+
+
+@contextlib.asynccontextmanager
+async def serving(roles: Roles) -> AsyncIterator[None]:
+    """Inside the block the roles' services run, without the loops. The first failure, of a service or the block, is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            services = [tasks.create_task(service()) for service in roles.services]
+            yield
+            for service in services:
+                service.cancel()
+    except BaseExceptionGroup as failures:
+        failure = first_failure(failures)
+        raise failure from failure.__cause__
 
 
 def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:

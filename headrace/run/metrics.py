@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from headrace.errors import command
 from headrace.records import FinishReason
 from headrace.run.batches import unique_rollouts
+from headrace.score import added
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,9 +52,8 @@ class Progress:
     """What rewards logged since the last version."""
 
     def log(self, sums: Sums) -> None:
-        """Add what rewards have logged. Makes a new dict: a checkpoint may still hold the old one."""
-        both = {name: (self.logged.get(name, [0.0, 0]), sums.get(name, [0.0, 0])) for name in self.logged | sums}
-        self.logged = {name: [total + more, count + others] for name, ((total, count), (more, others)) in both.items()}
+        """Add what rewards have logged, in a new dict: a checkpoint may still hold the old one."""
+        self.logged = added(self.logged, sums)
 
     def count(self, started: StartedBatch, *, seconds: float, success_at: float) -> dict[str, Any]:
         """Add a version that took `seconds` to the totals and return its metrics."""
@@ -97,20 +98,16 @@ def completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def reward_metrics(groups: Sequence[Group], *, success_at: float) -> dict[str, float]:
     """Mean and deviation of each reward function over the episodes it judged, and mean reward and success by source."""
-    functions: dict[str, list[float]] = {}
-    sources: dict[str, list[float]] = {}
-    solved: dict[str, list[bool]] = {}
+    functions, sources = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for group in groups:
         for episode in group.episodes:
             for name, value in episode.rollouts[-1].rewards.items() if episode.rollouts else ():
-                functions.setdefault(name, []).append(value)
+                functions[f"reward/{name}"].append(value)
             if group.source and episode.reward is not None and episode.unshaped_reward is not None:
-                sources.setdefault(group.source, []).append(episode.reward)
-                solved.setdefault(group.source, []).append(episode.unshaped_reward >= success_at)
-    found = {f"reward/{name}": float(np.mean(values)) for name, values in functions.items()}
-    found |= {f"reward/{name}/std": float(np.std(values)) for name, values in functions.items()}
-    found |= {f"reward/source/{name}": float(np.mean(values)) for name, values in sources.items()}
-    return found | {f"success/source/{name}": float(np.mean(values)) for name, values in solved.items()}
+                sources[f"reward/source/{group.source}"].append(episode.reward)
+                sources[f"success/source/{group.source}"].append(episode.unshaped_reward >= success_at)
+    found = {name: float(np.mean(values)) for each in (functions, sources) for name, values in each.items()}
+    return found | {f"{name}/std": float(np.std(values)) for name, values in functions.items()}
 
 
 def rollout_rows(started: StartedBatch, *, limit: int, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
@@ -148,11 +145,8 @@ def _shortened(text: str) -> str:
 def settled_shares(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, float]:
     """Of the rollouts that were trained or met the same end between two counts of the ledger: the share rejected as too old,
     filtered, and failed."""
-    trained, counts = now["trained"] - before["trained"], {}
-    for state in ("rejected", "filtered", "failed"):
-        count = now[state] - before[state]
-        counts[state] = count / max(trained + count, 1)
-    return counts
+    since = {state: now[state] - before[state] for state in now}
+    return {state: since[state] / max(since["trained"] + since[state], 1) for state in ("rejected", "filtered", "failed")}
 
 
 def trainer_metrics(seen: list[dict[str, float]], *, memory_peak: int) -> dict[str, float]:

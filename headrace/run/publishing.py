@@ -8,7 +8,7 @@ import numpy as np
 
 from headrace.errors import SyncError
 from headrace.partial import Interrupt
-from headrace.records import Batch, Call, FinishReason, Rollout, Sampling
+from headrace.records import Batch, Rollout
 from headrace.trainer import Superseded
 
 if TYPE_CHECKING:
@@ -94,23 +94,6 @@ def make_canary(token_ids: Array) -> Batch:
     """A one-rollout batch from a prompt, with every token but the first scored."""
     repeats = -(-_CANARY_TOKENS // max(len(token_ids), 1))
     ids = np.tile(np.asarray(token_ids, dtype=np.int32), repeats)[:_CANARY_TOKENS]
-    count = len(ids) - 1
-    call = Call(
-        start=1,
-        stop=len(ids),
-        engine="canary",
-        sampling=Sampling(max_tokens=count),
-        finish_reason=FinishReason.LENGTH,
-        started=0.0,
-        finished=0.0,
-    )
-    rollout = Rollout.from_prompt(ids[:1], id="canary").extend(
-        call,
-        token_ids=ids[1:],
-        logprobs=np.zeros(count, dtype=np.float32),
-        versions=np.zeros(count, dtype=np.int32),
-        policy="policy",
-        lineage="",
-    )
+    rollout = Rollout.from_prompt(ids[:1], id="canary").demonstrate(ids[1:], engine="canary")
     nothing = (np.zeros(len(ids), dtype=np.float32),)
     return Batch(rollouts=(rollout,), advantages=nothing, weights=nothing, loss="reinforce", version=0)

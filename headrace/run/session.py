@@ -71,7 +71,7 @@ class Session:
             observer=self.observer,
             on_trained=self._on_trained,
             after_version=self._after_version,
-            on_taken=self._on_taken,
+            on_taken=lambda started: self.call("on_rollouts", tuple(started.groups), version=started.version),
             rests_at=lambda version: self._is_saved(version) or self._evaluations.is_waited_for(version),
         )
         self.policy = self.run.policies[POLICY]
@@ -200,13 +200,6 @@ class Session:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self.roles.encoder.tokenizer.decode(list(token_ids)))
-
-    async def _on_taken(self, started: StartedBatch) -> None:
-        await self.call("on_rollouts", tuple(started.groups), version=started.version)
-
-    async def end(self, status: str) -> None:
-        """Tell the callbacks how the run has ended."""
-        await self.call("on_end", status=status)
 
     def stop(self, by: str) -> None:
         """End the run after the batch in training; in exact mode at the end of the leg, the only place to save it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from headrace.settings import ELASTIC, OPERATIONAL, check
+from headrace.settings import ELASTIC, OPERATIONAL, check, check_least
 from headrace.tasks import TaskSettings  # noqa: TC001  (`settings.build` reads the hints while it runs)
 
 
@@ -39,13 +39,10 @@ class SftSettings:
     """Rows whose loss is measured and never trained, at most 512 in all."""
 
     def __post_init__(self) -> None:
-        check(self.steps >= 0, "steps", self.steps, "≥ 0")
+        check_least(0, self, "steps", "max_length", "warmup_steps")
+        check_least(1, self, "batch", "check_every")
         check(0 <= self.epochs < math.inf, "epochs", self.epochs, "a number ≥ 0")
         check(not (self.steps and self.epochs), "epochs", self.epochs, f"left out, since steps = {self.steps}: set one of them")
-        check(self.batch >= 1, "batch", self.batch, "≥ 1")
-        check(self.check_every >= 1, "check_every", self.check_every, "≥ 1")
-        check(self.max_length >= 0, "max_length", self.max_length, "≥ 0")
-        check(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "≥ 0")
         check(0 <= self.until_success <= 1, "until_success", self.until_success, "a share, 0 to 1")
         check(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number above 0")
 
@@ -72,10 +69,9 @@ class EvaluateSamplingSettings:
     def __post_init__(self) -> None:
         wanted = "a number above 0; evaluate.greedy decodes greedily"
         check(0 < self.temperature < math.inf, "temperature", self.temperature, wanted)
-        check(self.top_k >= 0, "top_k", self.top_k, "≥ 0")
         check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         check(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
-        check(self.max_tokens >= 0, "max_tokens", self.max_tokens, "≥ 0")
+        check_least(0, self, "top_k", "max_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +99,7 @@ class EvaluateSettings:
     exact and inline runs, and those with engines that sleep or pause in between, are made while the trainer waits."""
 
     def __post_init__(self) -> None:
-        check(self.every >= 0, "every", self.every, "≥ 0")
-        check(self.limit >= 0, "limit", self.limit, "≥ 0")
+        check_least(0, self, "every", "limit")
         check(1 <= self.samples <= 1024, "samples", self.samples, "from 1 to 1024")
         check(not self.answer or ":" in self.answer, "answer", self.answer, "module:f or file.py:f, or empty")
 
@@ -123,5 +118,4 @@ class CheckpointSettings:
     """Newest checkpoints kept."""
 
     def __post_init__(self) -> None:
-        check(self.every >= 1, "every", self.every, "≥ 1")
-        check(self.keep >= 1, "keep", self.keep, "≥ 1")
+        check_least(1, self, "every", "keep")

@@ -37,12 +37,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def _nothing() -> None:
-    """A run in one process has nothing to refresh."""
-
-
-async def _no_callback(started: StartedBatch) -> None:
-    """Nobody looks at a batch before it is trained."""
+async def _nothing(*_: object) -> None:
+    """A run in one process has nothing to refresh, and one without callbacks shows its batches to nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +95,7 @@ class Run:
         observer: Observer,
         on_trained: Callable[[PolicyState, StartedBatch], None],
         after_version: Callable[[PolicyState], Awaitable[None]],
-        on_taken: Callable[[StartedBatch], Awaitable[None]] = _no_callback,
+        on_taken: Callable[[StartedBatch], Awaitable[None]] = _nothing,
         rests_at: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """`on_taken` is called when a batch has left the buffer, `on_trained` when a version is trained, `after_version` once

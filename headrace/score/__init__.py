@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.score.metric_log import Sums
+    from headrace.score.metric_log import Sums, added
     from headrace.score.rewards import RewardFunction
     from headrace.score.scorer import OVERLONG, RewardScorer, Scorer
     from headrace.score.settings import RewardSettings

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import TypeAlias
 
 Sums: TypeAlias = "dict[str, list[float]]"
 """[sum, count] of each metric."""
+
+
+def added(sums: Sums, more: Sums) -> Sums:
+    """Both, in a new dict."""
+    both = dict(sums)
+    for name, (total, count) in more.items():
+        before = both.get(name, [0.0, 0])
+        both[name] = [before[0] + total, before[1] + count]
+    return both
 
 
 class MetricLog:
@@ -26,11 +32,9 @@ class MetricLog:
             raise ValueError(f"log_metric({name!r}, {value!r}): log a finite number under a name")
         self.merge({name: [float(value), 1]})
 
-    def merge(self, sums: Mapping[str, list[float]]) -> None:
+    def merge(self, sums: Sums) -> None:
         with self._lock:
-            for name, (total, count) in sums.items():
-                before = self._sums.get(name, [0.0, 0])
-                self._sums[name] = [before[0] + total, before[1] + count]
+            self._sums = added(self._sums, sums)
 
     def take(self) -> Sums:
         """What was added since the last time."""

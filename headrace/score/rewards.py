@@ -139,8 +139,7 @@ class RewardFunction:
         attempts = self.own.attempts or attempts
         try_each = partial(self._try_each, threads=threads, places=places, log=log or MetricLog())
         limit, budget = timeout, math.inf
-        results: dict[int, Result] = {}
-        batches = self._batches(samples)
+        results, batches = dict[int, Result](), self._batches(samples)
         wholes = await try_each([[samples[index] for index in batch] for batch in batches], limit=timeout)
         for batch, whole in zip(batches, wholes, strict=True):
             if isinstance(whole, list):
@@ -152,10 +151,8 @@ class RewardFunction:
             tried = await try_each([[samples[index]] for index in left], limit=limit, budget=budget)
             found = dict(zip(left, tried, strict=True))
             for index, result in found.items():
-                if isinstance(result, TimedOut):
-                    results[index] = self._late(result, timeout, limit)
-                else:
-                    results[index] = result if isinstance(result, Failure) else result[0]
+                failure = self._late(result, timeout, limit) if isinstance(result, TimedOut) else result
+                results[index] = failure if isinstance(failure, Failure) else failure[0]
             left = [index for index, result in found.items() if isinstance(result, Failure)]
         return [results[index] for index in range(len(samples))]
 
@@ -196,12 +193,14 @@ class RewardFunction:
         return tried
 
     def attempt(self, samples: Sequence[Sample], log: MetricLog) -> Any:  # noqa: ANN401
-        """The results, or a `Failure`; an awaitable if the function is async, for `_finish`."""
+        """Call the function once: the results, or a `Failure`; an awaitable if it is async, for `_finish`."""
         try:
-            result = self._call(samples, log)
+            result = self.function(**{**self.signature.arguments(samples, log), **self.own.options})
             return result if inspect.isawaitable(result) else self._checked_results(result, samples)
         except RewardError:
             raise
+        except SystemExit as error:
+            raise self._exited(error) from error
         except Exception as error:  # noqa: BLE001  (anything a user's function raises becomes a typed outcome)
             return self._failed(error)
 
@@ -248,13 +247,6 @@ class RewardFunction:
         finally:
             self.num_awaited += 1
 
-    def _call(self, samples: Sequence[Sample], log: MetricLog) -> Any:  # noqa: ANN401  (what the user's function returns)
-        """Call the function once; the per-sample form takes exactly one sample."""
-        try:
-            return self.function(**{**self.signature.arguments(samples, log), **self.own.options})
-        except SystemExit as error:
-            raise self._exited(error) from error
-
     def _checked_results(self, values: Any, samples: Sequence[Sample]) -> list[Result]:  # noqa: ANN401
         if not self.signature.is_batched:
             return [self._checked(values)]
@@ -297,11 +289,8 @@ class RewardFunction:
         if limit < timeout:
             alone = f"nor for it alone within {limit:g} s" if result.cause else "and then no time was left to try it alone"
             why = f" for its batch, {alone}"
-        return Failure(f"reward {self.name!r} gave no answer within {self._timeout_name} = {timeout:g} s{why}", result.cause)
-
-    @property
-    def _timeout_name(self) -> str:
-        return "reward.timeout" if self.own.timeout is None else "its own timeout"
+        setting = "reward.timeout" if self.own.timeout is None else "its own timeout"
+        return Failure(f"reward {self.name!r} gave no answer within {setting} = {timeout:g} s{why}", result.cause)
 
 
 def _is_about_signals(error: BaseException | None) -> bool:

@@ -16,7 +16,7 @@ from headrace.score.signature import RewardError, Sample, TrainerState
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.records import Episode, Outcome, Plain, Rollout
+    from headrace.records import Episode, Outcome, Rollout
     from headrace.score.metric_log import Sums
     from headrace.score.rewards import Result
     from headrace.score.settings import RewardSettings
@@ -110,12 +110,12 @@ class RewardScorer:
         return scored
 
     def _samples(self, episodes: Sequence[Episode]) -> list[Sample]:
-        return [self._sample(episode.task, episode.rollouts[-1]) for episode in episodes]
+        return [self._sample(episode, episode.rollouts[-1]) for episode in episodes]
 
-    def _sample(self, row: dict[str, Plain], rollout: Rollout) -> Sample:
+    def _sample(self, episode: Episode, rollout: Rollout) -> Sample:
         completion_ids = rollout.completion_ids
         return Sample(
-            row,
+            episode.task,
             completion=self._decode(rollout),
             completion_ids=completion_ids,
             prompt_ids=rollout.token_ids[: len(rollout) - len(completion_ids)].tolist(),

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.settings import ELASTIC, OPERATIONAL, ConfigError, check
+from headrace.settings import ELASTIC, OPERATIONAL, ConfigError, check, check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,8 @@ class RewardSettings:
     def __post_init__(self) -> None:
         if self.weights and self.functions and len(self.weights) != len(self.functions):
             raise ConfigError(f"weights = {list(self.weights)}: {len(self.functions)} functions need as many weights")
-        check(self.attempts >= 1, "attempts", self.attempts, "≥ 1")
+        check_least(1, self, "attempts", "workers", "max_concurrent")
         check(0 < self.timeout < math.inf, "timeout", self.timeout, "a number above 0")
-        check(self.workers >= 1, "workers", self.workers, "≥ 1")
         check(self.processes >= 0, "processes", self.processes, "≥ 0")
         check(self.overlong_buffer >= 0, "overlong_buffer", self.overlong_buffer, "≥ 0 tokens, or a share below 1")
         check(0 <= self.overlong_penalty < math.inf, "overlong_penalty", self.overlong_penalty, "≥ 0: it is subtracted")
-        check(self.max_concurrent >= 1, "max_concurrent", self.max_concurrent, "≥ 1")

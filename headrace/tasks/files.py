@@ -130,15 +130,7 @@ def _load_dataset(source: str, name: str, config: str, split: str, revision: str
         at = f" at revision {revision!r}" if revision else ""
         raise TaskError(f"tasks: {source}: {here}{at}, or none that you may read; `hf auth login` gives access") from error
     except Exception as error:  # a download can fail in many ways
-        raise TaskError(f"tasks: {source}: {_in_one_line(error)}{_fix(str(error))}") from error
+        problem = " ".join(str(error).split())[:600] or type(error).__name__
+        fix = next((f"; set {name} to one of them" for name in ("split", "config") if name in str(error).lower()), "")
+        raise TaskError(f"tasks: {source}: {problem}{fix}") from error
     return list((found.select(range(min(limit, len(found)))) if limit else found).to_list())
-
-
-def _fix(problem: str) -> str:
-    if "split" in problem.lower():
-        return "; set split to one of them"
-    return "; set config to one of them" if "config" in problem.lower() else ""
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:600] or type(error).__name__
