@@ -24,7 +24,7 @@ import headrace
 from headrace.bench.child import Child
 from headrace.bench.harness import Row, default_device, run_parts, say
 from headrace.bench.learn import RECIPE
-from headrace.bench.step_trl import missing_modules
+from headrace.bench.step_trl import grpo_config, missing_modules
 from headrace.config import load_recipe, make_recipe
 from headrace.launch import UserInputs, model_folder
 from headrace.settings import ConfigError
@@ -205,8 +205,7 @@ def learn_here(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[tuple[f
 
 
 def learn_with_trl(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[tuple[float, list[tuple[float, float]], int]]:
-    """Runs in TRL's process. The learning rates are ours, step by step. What would only cost time is off: checkpoints, logging,
-    and the importance sampling correction, since its samples are never stale."""
+    """Runs in TRL's process. The learning rates are ours, step by step."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -223,7 +222,8 @@ def learn_with_trl(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[tup
         def on_train_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
             began.append(time.time())
 
-    config = trl.GRPOConfig(
+    config = grpo_config(
+        is_on_gpu=is_on_gpu,
         output_dir=order["place"],
         max_steps=recipe.steps,
         per_device_train_batch_size=train.batch,
@@ -231,11 +231,9 @@ def learn_with_trl(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[tup
         gradient_checkpointing=False,
         num_generations=train.group_size,
         max_completion_length=recipe.sampling.max_tokens,
-        temperature=1.0,
         loss_type="dapo",  # the mean over the batch's tokens
         epsilon=0.2,
         epsilon_high=0.28,
-        beta=0.0,
         learning_rate=train.learning_rate,
         adam_beta1=train.beta1,
         adam_beta2=train.beta2,
@@ -243,14 +241,7 @@ def learn_with_trl(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[tup
         max_grad_norm=train.max_grad_norm,
         seed=recipe.seed,
         shuffle_dataset=False,
-        vllm_importance_sampling_correction=False,
-        bf16=is_on_gpu,
-        use_cpu=not is_on_gpu,
-        save_strategy="no",
         logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **({"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3} if is_on_gpu else {}),
     )
     trainer = trl.GRPOTrainer(
         model=order["model"],

@@ -206,7 +206,11 @@ class Choice:
             choice["versions"] = [version for _, _, version, _ in fresh]
         if request.is_chat:
             choice["delta" if request.stream else "message"] = self._message()
-            choice["logprobs"] = {"content": self._chat_logprobs(fresh)} if request.logprobs else None
+            entries = [
+                {**self._chat_entry(token, value), "top_logprobs": [self._chat_entry(*each) for each in top]}
+                for token, value, top in map(self._reported, fresh if request.logprobs else ())
+            ]
+            choice["logprobs"] = {"content": entries} if request.logprobs else None
         else:
             choice["text"] = self._text
             choice["logprobs"] = self._completion_logprobs(fresh) if request.logprobs else None
@@ -240,13 +244,6 @@ class Choice:
             found["text_offset"].append(self._offset)
             self._offset += len(self._decode([token]))
         return found
-
-    def _chat_logprobs(self, fresh: Sequence[Token]) -> list[dict[str, Any]]:
-        entries = []
-        for token, value, top in map(self._reported, fresh):
-            others = [self._chat_entry(*each) for each in top]
-            entries.append({**self._chat_entry(token, value), "top_logprobs": others})
-        return entries
 
     def _chat_entry(self, token: int, value: float) -> dict[str, Any]:
         text = self._decode([token], skip_special=False)
