@@ -94,8 +94,9 @@ def _compare(seeds: int, model: str | None, *, steps: int | None) -> Iterator[li
     threads, given = 0, {} if steps is None else {"steps": steps}
     for seed in range(seeds):
         settings = {**(_ON_GPU if model else {}), **given, "seed": seed}
-        with tempfile.TemporaryDirectory(prefix="headrace-trl-") as place, _start(model, settings) as folder:
-            recipe = load_recipe(RECIPE, settings) if model is None else make_recipe(settings)
+        recipe = load_recipe(RECIPE, settings) if model is None else make_recipe(settings)
+        start = model_folder(recipe, UserInputs(), say=say) if model is None else contextlib.nullcontext(model)
+        with tempfile.TemporaryDirectory(prefix="headrace-trl-") as place, start as folder:
             rows = _tasks(model, seed=seed, count=recipe.steps * recipe.train.groups_per_batch)
             order = {"model": folder, "settings": settings, "rows": rows, "place": place, "is_on_gpu": model is not None}
             if model is None and not threads:
@@ -138,16 +139,6 @@ def _rows(seed: int, ours: Curve, theirs: Curve) -> list[Row]:
             for name, curve in (("Headrace", ours), ("TRL", theirs))
         ),
     ]
-
-
-@contextlib.contextmanager
-def _start(model: str | None, settings: dict[str, Any]) -> Iterator[str]:
-    """The folder of the model that both start from: the quickstart's, warmed up, or the one given."""
-    if model is not None:
-        yield model
-        return
-    with model_folder(load_recipe(RECIPE, settings), UserInputs(), say=say) as folder:
-        yield folder
 
 
 def _tasks(model: str | None, *, seed: int, count: int) -> list[dict[str, Any]]:
