@@ -1,9 +1,9 @@
 """Importance weights ρ = π_prox / μ, detached: μ sampled the token (with the recorded logprob), π_prox is the policy at the
 start of the version.
 
-A correction is a function of log ρ; some also use the token's rollout and advantage. Masks (`traits.py`) return 0 or 1, and
-the loss's ratio is relative to μ. The others contain ρ, and the ratio is relative to π_prox. Those in `BATCH_WIDE` compare a
-token with all others and need the whole batch at once, so that the result does not depend on packing.
+A correction is a function of log ρ; some also use the token's rollout and advantage. Those in `MASKS` return 0 or 1, and the
+loss's ratio is relative to μ. The others contain ρ, and the ratio is relative to π_prox. Those in `BATCH_WIDE` compare a token
+with all others and need the whole batch at once, so that the result does not depend on packing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+JUDGES_CURRENT = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.judges_current)
+MASKS = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.is_mask)
 BATCH_WIDE = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.needs_whole_batch)
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from headrace.algorithms.columns import ENTROPY, REFERENCE
-from headrace.algorithms.corrections import BATCH_WIDE, CorrectedTokens, importance_weights
+from headrace.algorithms.corrections import BATCH_WIDE, JUDGES_CURRENT, MASKS, CorrectedTokens, importance_weights
 from headrace.algorithms.losses import KL_ESTIMATORS, call_loss, missing_column
-from headrace.algorithms.traits import correction_traits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,8 +50,7 @@ def objective(tokens: TokenTensors, weights: Tensor, batch: Batch, *, correction
         losses, seen = losses * is_kept, {**seen, "masked": torch.maximum(seen.get("masked", 1 - is_kept), 1 - is_kept)}
     if correction is None:
         assert batch.correction not in BATCH_WIDE, f"{batch.correction} is computed over the whole batch"
-        judges_current = correction_traits(batch.correction).judges_current
-        judged = tokens.logprobs.detach() if judges_current else tokens.proximal
+        judged = tokens.logprobs.detach() if batch.correction in JUDGES_CURRENT else tokens.proximal
         corrected = CorrectedTokens(
             log_ratio=judged - tokens.recorded,
             sequence=tokens.sequence,
@@ -67,7 +65,7 @@ def objective(tokens: TokenTensors, weights: Tensor, batch: Batch, *, correction
 
 def ratio_base(correction: str, *, recorded: Tensor, proximal: Tensor) -> Tensor:
     """Return the denominator of ratios: π_prox if the correction contains π_prox/μ, else μ."""
-    return recorded if correction == "none" or correction_traits(correction).is_mask else proximal
+    return recorded if correction == "none" or correction in MASKS else proximal
 
 
 def batch_correction(batch: Batch, proximal: Sequence[Array]) -> list[Array]:
