@@ -55,7 +55,7 @@ def needs(*columns: str) -> Callable[[AnyLoss], AnyLoss]:
 def grpo(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 0.0) -> LossResult:
     """GRPO, PPO clip: −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A). DAPO's constants; PPO's are 0.2 and 0.2.
     `dual_clip` c (Ye et al. 2020, eq. 3; 0 for none): −max(min(r A, clip(r) A), c A) where A < 0."""
-    return _clipped_surrogate(tokens.ratio(), tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    return clipped_surrogate(tokens.ratio(), tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def reinforce(tokens: TokenTensors) -> LossResult:
@@ -71,7 +71,7 @@ def supervised(tokens: TokenTensors) -> LossResult:
 def gspo(tokens: TokenTensors, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
     """GSPO: −min(s A, clip(s, 1 − clip_low, 1 + clip_high) A), s = (Π r)^(1/|y|) over the rollout. Per token, s is written
     sg(s) · π/sg(π), whose gradient is also correct if a rollout's tokens differ in advantage or weight."""
-    return _clipped_surrogate(_sequence_ratio(tokens, tokens.log_ratio()), tokens, clip_low=clip_low, clip_high=clip_high)
+    return clipped_surrogate(_sequence_ratio(tokens, tokens.log_ratio()), tokens, clip_low=clip_low, clip_high=clip_high)
 
 
 def luspo(tokens: TokenTensors, *, clip_low: float = 2e-3, clip_high: float = 2.5e-3) -> LossResult:
@@ -198,7 +198,7 @@ def distill(tokens: TokenTensors, *, cap: float = 2.0) -> LossResult:
     return weight * k2(tokens.logprobs, teacher), {"teacher_kl": (tokens.logprobs - teacher).detach()}
 
 
-def _clipped_surrogate(
+def clipped_surrogate(
     ratio: Tensor, tokens: TokenTensors, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> LossResult:
     """−min(r A, clip(r) A), for A < 0 at most −`dual_clip` A; `clipped` is 1 where the ratio was."""
@@ -219,7 +219,7 @@ def _decoupled(tokens: TokenTensors, proximal: Tensor, *, clip_low: float, clip_
     weight = ratio_of(proximal - tokens.recorded)
     is_dropped = weight > cap
     weight = torch.where(is_dropped, 0.0, weight)
-    loss, seen = _clipped_surrogate(ratio_of(tokens.logprobs - proximal), tokens, clip_low=clip_low, clip_high=clip_high)
+    loss, seen = clipped_surrogate(ratio_of(tokens.logprobs - proximal), tokens, clip_low=clip_low, clip_high=clip_high)
     return weight * loss, {**seen, "proximal_weight": weight, "masked": is_dropped.float()}
 
 
