@@ -170,9 +170,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
     recipe = load_recipe(options.recipe, overrides)
     print("\n".join(recipe.derivation()), flush=True)
-    if options.dry_run:
-        return _told(lambda: _dry_run(recipe))
-    return _told(lambda: _launch(recipe, options))
+    return _told(lambda: _dry_run(recipe) if options.dry_run else _launch(recipe, options))
 
 
 def _dry_run(recipe: Recipe) -> None:
@@ -227,12 +225,9 @@ def _evaluate(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _merge(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    def merge() -> None:
-        from headrace.launch import merge as launch_merge
+    from headrace import merge
 
-        print(f"merged     {launch_merge(options.model, options.out)}")
-
-    return _told(merge)
+    return _told(lambda: print(f"merged     {merge(options.model, options.out)}"))
 
 
 def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
@@ -331,17 +326,17 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 def _adapters(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     """(name, folder) of each `--adapter`."""
-    names = {options.name or options.model}
+    found: dict[str, str] = {}
     for given in options.adapter:
-        name, separator, folder = given.partition("=")
-        if not (name and separator and folder):
+        name, _, folder = given.partition("=")
+        if not (name and folder):
             raise ConfigError(f"--adapter {given}: write NAME=FOLDER, such as --adapter math=runs/math/checkpoints/step-100")
-        if name in names:
+        if name in found or name == (options.name or options.model):
             raise ConfigError(f"--adapter {given}: {name!r} is taken; give each adapter a name of its own")
         if not Path(folder).is_dir():
             raise ConfigError(f"--adapter {given}: the folder does not exist")
-        names.add(name)
-    return tuple((name, folder) for name, _, folder in (given.partition("=") for given in options.adapter))
+        found[name] = folder
+    return tuple(found.items())
 
 
 def _token(file: Path | None, kind: str) -> str | None:

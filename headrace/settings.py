@@ -210,9 +210,9 @@ def describe(cls: type[Any], *, prefix: str = "", may_change: bool = False) -> I
     hints, docs = typing.get_type_hints(cls), _field_docs(cls)
     for f in dataclasses.fields(cls):
         hint = hints[f.name]
-        inner = _section_of(hint)
+        inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint  # of a list of tables
         is_elastic = may_change or "resume" in f.metadata
-        if inner is not None:
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
             below = f"{prefix}{f.name}." if hint is inner else f"{prefix}{f.name}.N."
             yield from describe(inner, prefix=below, may_change=is_elastic)
         else:
@@ -265,12 +265,6 @@ def _nearest(key: str, names: list[str], prefix: str) -> str:
 def _default(f: dataclasses.Field[Any]) -> Any:  # noqa: ANN401  (MISSING if it has none)
     factory = f.default_factory
     return f.default if factory is dataclasses.MISSING else factory()
-
-
-def _section_of(hint: Any) -> type[Any] | None:  # noqa: ANN401
-    if typing.get_origin(hint) is tuple:
-        hint = typing.get_args(hint)[0]
-    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
 
 
 def _type_name(hint: Any) -> str:  # noqa: ANN401

@@ -55,10 +55,7 @@ def needs(*columns: str) -> Callable[[AnyLoss], AnyLoss]:
 def grpo(tokens: TokenTensors, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 0.0) -> LossResult:
     """GRPO, PPO clip: −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A). DAPO's constants; PPO's are 0.2 and 0.2.
     `dual_clip` c (Ye et al. 2020, eq. 3; 0 for none): −max(min(r A, clip(r) A), c A) where A < 0."""
-    loss, is_clipped = clipped_surrogate(
-        tokens.ratio(), tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
-    return loss, {"clipped": is_clipped}
+    return clipped_surrogate(tokens.ratio(), tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def reinforce(tokens: TokenTensors) -> LossResult:
@@ -74,9 +71,7 @@ def supervised(tokens: TokenTensors) -> LossResult:
 def gspo(tokens: TokenTensors, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
     """GSPO: −min(s A, clip(s, 1 − clip_low, 1 + clip_high) A), s = (Π r)^(1/|y|) over the rollout. Per token, s is written
     sg(s) · π/sg(π), whose gradient is also correct if a rollout's tokens differ in advantage or weight."""
-    ratio = _sequence_ratio(tokens, tokens.log_ratio())
-    loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
-    return loss, {"clipped": is_clipped}
+    return clipped_surrogate(_sequence_ratio(tokens, tokens.log_ratio()), tokens, clip_low=clip_low, clip_high=clip_high)
 
 
 def luspo(tokens: TokenTensors, *, clip_low: float = 2e-3, clip_high: float = 2.5e-3) -> LossResult:
@@ -191,11 +186,7 @@ def ppo(
     near = torch.clamp(tokens.values, old - value_clip, old + value_clip)
     free, clipped = (tokens.values - returns).square(), (near - returns).square()
     value_loss = 0.5 * torch.maximum(free, clipped)
-    seen |= {
-        "value_loss": value_loss.detach(),
-        "value_clipped": (clipped > free).float(),
-        "value": tokens.values.detach(),
-    }
+    seen |= {"value_loss": value_loss.detach(), "value_clipped": (clipped > free).float(), "value": tokens.values.detach()}
     return loss, seen, value_weight * value_loss
 
 
@@ -208,14 +199,15 @@ def distill(tokens: TokenTensors, *, cap: float = 2.0) -> LossResult:
 
 
 def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """−min(r A, clip(r) A), for A < 0 at most −`dual_clip` A, and 1 where the ratio was clipped."""
+    ratio: Tensor, tokens: TokenTensors, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> LossResult:
+    """−min(r A, clip(r) A), for A < 0 at most −`dual_clip` A; `clipped` is 1 where the ratio was."""
+    advantages = tokens.advantages
     free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     gain = torch.minimum(free, clipped)
     if dual_clip:
         gain = torch.maximum(gain, torch.where(advantages < 0, dual_clip * advantages, -torch.inf))
-    return -gain, (gain != free).detach().float()
+    return -gain, {"clipped": (gain != free).detach().float()}
 
 
 def _sequence_ratio(tokens: TokenTensors, log_ratio: Tensor) -> Tensor:
@@ -227,9 +219,8 @@ def _decoupled(tokens: TokenTensors, proximal: Tensor, *, clip_low: float, clip_
     weight = ratio_of(proximal - tokens.recorded)
     is_dropped = weight > cap
     weight = torch.where(is_dropped, 0.0, weight)
-    ratio = ratio_of(tokens.logprobs - proximal)
-    loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
-    return weight * loss, {"clipped": is_clipped, "proximal_weight": weight, "masked": is_dropped.float()}
+    loss, seen = clipped_surrogate(ratio_of(tokens.logprobs - proximal), tokens, clip_low=clip_low, clip_high=clip_high)
+    return weight * loss, {**seen, "proximal_weight": weight, "masked": is_dropped.float()}
 
 
 # Estimators of the KL to a reference model, per token; d = log π − log π_ref
@@ -269,9 +260,9 @@ def needed_columns(loss: str, correction: str = "none", kl: str = "none") -> tup
     return tuple(dict.fromkeys(also))
 
 
-def columns_to_bring(loss: str, correction: str = "none", kl: str = "none") -> tuple[str, ...]:
+def columns_to_bring(loss: str) -> tuple[str, ...]:
     """Return the needed columns that must come with the rollouts."""
-    return tuple(column for column in needed_columns(loss, correction, kl) if column not in COMPUTED)
+    return tuple(column for column in needed_columns(loss) if column not in COMPUTED)
 
 
 def call_loss(

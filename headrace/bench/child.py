@@ -10,20 +10,18 @@ import contextlib
 import importlib
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.records import decode, encode
+from headrace.records import encode, read_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-_LENGTH = struct.Struct("<Q")
 _CLOSE_SECONDS = 20.0
 
 
@@ -46,7 +44,7 @@ class Child(contextlib.AbstractContextManager["Child"]):
                 start_new_session=True,
             )
         assert self.process.stdout is not None
-        self._answers = _receive(self.process.stdout)
+        self._answers = read_frames(self.process.stdout)
         self.tell(settings)
 
     def __exit__(self, *_: object) -> None:
@@ -61,7 +59,8 @@ class Child(contextlib.AbstractContextManager["Child"]):
         """Send an order; `hear` returns the answer."""
         assert self.process.stdin is not None
         try:
-            _send(self.process.stdin, order)
+            self.process.stdin.write(encode(order))
+            self.process.stdin.flush()
         except OSError as error:
             raise PeerFailed(self._describe("it has ended")) from error
 
@@ -100,29 +99,15 @@ class Child(contextlib.AbstractContextManager["Child"]):
         return f"{self._name}: {what}{f': {said[-1][:200]}' if said else ''}"
 
 
-def _send(pipe: IO[bytes], value: object) -> None:
-    frame = encode(value)
-    pipe.write(_LENGTH.pack(len(frame)) + frame)
-    pipe.flush()
-
-
-def _receive(pipe: IO[bytes]) -> Iterator[Any]:
-    """The values sent until the pipe ends; one cut short by the end is dropped."""
-    while len(head := pipe.read(_LENGTH.size)) == _LENGTH.size:
-        (length,) = _LENGTH.unpack(head)
-        frame = pipe.read(length)
-        if len(frame) == length:
-            yield decode(frame)
-
-
 def main() -> None:
     """Answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not mix with answers
-    orders = _receive(sys.stdin.buffer)
+    orders = read_frames(sys.stdin.buffer)
     module, _, function = sys.argv[1].partition(":")
     for answer in getattr(importlib.import_module(module), function)(next(orders), orders):
-        _send(answers, answer)
+        answers.write(encode(answer))
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ engine's experts; tis then weighs the tokens, and its mean weight and the effect
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 
 from headrace.bench.harness import Row, run_parts
+from headrace.bench.loads import make_batch
 from headrace.engine import EngineCore, Request
 from headrace.model import build_tokenizer, prepare
-from headrace.records import Batch, Rollout, Sampling
+from headrace.records import Rollout, Sampling
 from headrace.trainer import DeviceTrainer, TrainSettings
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ def _measure(kind: str, *, quick: bool) -> Iterator[list[Row]]:
         for way, given in ways.items():
             if kind == "moe" or way == "free":
                 trainer = DeviceTrainer(_make_model(kind, seed), tokenizer=build_tokenizer(), settings=TrainSettings())
-                seen.setdefault(way, []).append(trainer.forward_backward(_make_batch(given)))
+                batch = replace(make_batch(given, advantages=[1.0] * len(given), loss="reinforce"), correction="tis")
+                seen.setdefault(way, []).append(trainer.forward_backward(batch))
 
     def row(name: str, metric: str, unit: str, **options: Any) -> Row:  # noqa: ANN401
         pick = max if metric == "mismatch_max" else np.mean
@@ -98,15 +101,3 @@ def _sample(model: PreTrainedModel, *, count: int) -> list[Rollout]:
     while core.has_work:
         core.step()
     return done
-
-
-def _make_batch(rollouts: list[Rollout]) -> Batch:
-    total = sum(rollout.num_sampled for rollout in rollouts)
-    return Batch(
-        rollouts=tuple(rollouts),
-        advantages=tuple(rollout.loss_mask.astype(np.float32) for rollout in rollouts),
-        weights=tuple((rollout.loss_mask / total).astype(np.float32) for rollout in rollouts),
-        loss="reinforce",
-        correction="tis",
-        version=0,
-    )

@@ -59,12 +59,18 @@ def _version(package: str) -> str:
     return importlib.metadata.version(package)
 
 
-def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]:
-    """Runs in TRL's process: the seconds of each step, since the end of the previous one.
+def grpo_config(*, is_on_gpu: bool, **settings: Any) -> Any:  # noqa: ANN401  (TRL ships no types)
+    """TRL's settings, without what would only cost it time: no KL, no checkpoints, no importance sampling correction, which is
+    one more forward pass, and its samples are never stale."""
+    trl: Any = importlib.import_module("trl")  # for mypy, which may run without it
+    with_vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3} if is_on_gpu else {}
+    usual = {"temperature": 1.0, "beta": 0.0, "vllm_importance_sampling_correction": False, "bf16": is_on_gpu, **with_vllm}
+    return trl.GRPOConfig(use_cpu=not is_on_gpu, save_strategy="no", report_to=[], disable_tqdm=True, **usual, **settings)
 
-    Follows TRL's documentation without what would only cost it time: no KL, no checkpointing if activations fit, no importance
-    sampling correction (one more forward pass). Weights have the folder's dtype.
-    """
+
+def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]:
+    """Runs in TRL's process: the seconds of each step, since the end of the previous one. Gradient checkpointing is off if
+    activations fit. Weights have the folder's dtype."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
 
@@ -83,8 +89,8 @@ def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]
     tokenizer: Any = AutoTokenizer.from_pretrained(order["model"], trust_remote_code=False)
     tokenizer.eos_token = tokenizer.pad_token  # TRL needs one; nothing ends a completion early
     tokens, is_on_gpu = order["tokens"], order["device"] == "cuda"
-    with_vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
-    config = trl.GRPOConfig(
+    config = grpo_config(
+        is_on_gpu=is_on_gpu,
         output_dir=order["output"],
         max_steps=order["steps"],
         per_device_train_batch_size=order["micro_batch"],
@@ -92,17 +98,8 @@ def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]
         gradient_checkpointing=order["checkpointing"],
         num_generations=order["siblings"],
         max_completion_length=tokens,
-        temperature=1.0,
-        beta=0.0,
         learning_rate=1e-6,
-        vllm_importance_sampling_correction=False,
         generation_kwargs={"ignore_eos": True} if is_on_gpu else {"min_new_tokens": tokens},
-        bf16=is_on_gpu,
-        use_cpu=not is_on_gpu,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **(with_vllm if is_on_gpu else {}),
     )
 
     def reward(completion_ids: list[list[int]], completions: list[str], **_: object) -> list[float]:

@@ -8,6 +8,7 @@ bfloat16.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import statistics
@@ -101,37 +102,25 @@ def shared_memory_rows(seconds: dict[str, float], num_bytes: int, shape: str) ->
     return rows
 
 
-class Paths:
-    """A sender and a receiving process for each transport, all with the same weights."""
+class Paths(contextlib.ExitStack):
+    """A sender and a receiving process for each transport, all with the same weights; used in a `with`."""
 
     def __init__(self, shape: str, device: str, transports: list[str]) -> None:
-        self._shape, self._device, self._transports = shape, device, transports
-        self._ends: dict[str, tuple[WeightSync, Child]] = {}
-
-    def __enter__(self) -> Paths:
-        self._folder = tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=shared_folder())
-        self._model = make_model(self._shape, self._device)
-        for name in self._transports:
-            token = secrets.token_hex(16)
-            ends = TransportConfig(name, self._folder.name, f"bench-{name}", "127.0.0.1", token, deadline=60.0)
-            settings = {"ends": asdict(ends), "shape": self._shape, "device": self._device, "threads": torch.get_num_threads()}
-            sync = WeightSync(Lineage("life"), make_transport(ends, is_sender=True, device=self._device))
-            self._ends[name] = (
-                sync,
-                Child(name, "headrace.bench.sync:engine", settings, log=Path(self._folder.name) / f"{name}.log"),
-            )
+        super().__init__()
+        self._device, self._transports, self._ends = device, transports, dict[str, tuple[WeightSync, Child]]()
+        folder = self.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=shared_folder()))
+        for name in transports:
+            ends = TransportConfig(name, folder, f"bench-{name}", "127.0.0.1", secrets.token_hex(16), deadline=60.0)
+            settings = {"ends": asdict(ends), "shape": shape, "device": device, "threads": torch.get_num_threads()}
+            sync = WeightSync(Lineage("life"), make_transport(ends, is_sender=True, device=device))
+            self.callback(sync.close)
+            child = Child(name, "headrace.bench.sync:engine", settings, log=Path(folder) / f"{name}.log")
+            self._ends[name] = sync, self.enter_context(child)
         for _, child in self._ends.values():  # they start in parallel
             child.hear()
-        self._arena = Arena.adopt(self._model)  # as a trainer's
+        self._arena = Arena.adopt(make_model(shape, device))  # as a trainer's
         self._other = self._arena.like()
         self.num_bytes = self._arena.num_bytes
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for sync, child in self._ends.values():
-            child.close()
-            sync.close()
-        self._folder.cleanup()
 
     def rounds(self, count: int) -> Seconds:
         """The median of each part, after an uncounted round that allocates buffers."""

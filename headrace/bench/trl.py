@@ -24,7 +24,7 @@ import headrace
 from headrace.bench.child import Child
 from headrace.bench.harness import Row, default_device, run_parts, say
 from headrace.bench.learn import RECIPE
-from headrace.bench.step_trl import missing_modules
+from headrace.bench.step_trl import grpo_config, missing_modules
 from headrace.config import load_recipe, make_recipe
 from headrace.launch import UserInputs, model_folder
 from headrace.settings import ConfigError
@@ -94,8 +94,9 @@ def _compare(seeds: int, model: str | None, *, steps: int | None) -> Iterator[li
     threads, given = 0, {} if steps is None else {"steps": steps}
     for seed in range(seeds):
         settings = {**(_ON_GPU if model else {}), **given, "seed": seed}
-        with tempfile.TemporaryDirectory(prefix="headrace-trl-") as place, _start(model, settings) as folder:
-            recipe = load_recipe(RECIPE, settings) if model is None else make_recipe(settings)
+        recipe = load_recipe(RECIPE, settings) if model is None else make_recipe(settings)
+        start = model_folder(recipe, UserInputs(), say=say) if model is None else contextlib.nullcontext(model)
+        with tempfile.TemporaryDirectory(prefix="headrace-trl-") as place, start as folder:
             rows = _tasks(model, seed=seed, count=recipe.steps * recipe.train.groups_per_batch)
             order = {"model": folder, "settings": settings, "rows": rows, "place": place, "is_on_gpu": model is not None}
             if model is None and not threads:
@@ -138,16 +139,6 @@ def _rows(seed: int, ours: Curve, theirs: Curve) -> list[Row]:
             for name, curve in (("Headrace", ours), ("TRL", theirs))
         ),
     ]
-
-
-@contextlib.contextmanager
-def _start(model: str | None, settings: dict[str, Any]) -> Iterator[str]:
-    """The folder of the model that both start from: the quickstart's, warmed up, or the one given."""
-    if model is not None:
-        yield model
-        return
-    with model_folder(load_recipe(RECIPE, settings), UserInputs(), say=say) as folder:
-        yield folder
 
 
 def _tasks(model: str | None, *, seed: int, count: int) -> list[dict[str, Any]]:
@@ -205,8 +196,7 @@ def learn_here(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[tuple[f
 
 
 def learn_with_trl(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[tuple[float, list[tuple[float, float]], int]]:
-    """Runs in TRL's process. The learning rates are ours, step by step. What would only cost time is off: checkpoints, logging,
-    and the importance sampling correction, since its samples are never stale."""
+    """Runs in TRL's process. The learning rates are ours, step by step."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -223,7 +213,8 @@ def learn_with_trl(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[tup
         def on_train_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
             began.append(time.time())
 
-    config = trl.GRPOConfig(
+    config = grpo_config(
+        is_on_gpu=is_on_gpu,
         output_dir=order["place"],
         max_steps=recipe.steps,
         per_device_train_batch_size=train.batch,
@@ -231,11 +222,9 @@ def learn_with_trl(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[tup
         gradient_checkpointing=False,
         num_generations=train.group_size,
         max_completion_length=recipe.sampling.max_tokens,
-        temperature=1.0,
         loss_type="dapo",  # the mean over the batch's tokens
         epsilon=0.2,
         epsilon_high=0.28,
-        beta=0.0,
         learning_rate=train.learning_rate,
         adam_beta1=train.beta1,
         adam_beta2=train.beta2,
@@ -243,14 +232,7 @@ def learn_with_trl(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[tup
         max_grad_norm=train.max_grad_norm,
         seed=recipe.seed,
         shuffle_dataset=False,
-        vllm_importance_sampling_correction=False,
-        bf16=is_on_gpu,
-        use_cpu=not is_on_gpu,
-        save_strategy="no",
         logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **({"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3} if is_on_gpu else {}),
     )
     trainer = trl.GRPOTrainer(
         model=order["model"],

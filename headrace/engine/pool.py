@@ -107,7 +107,10 @@ class EnginePool:
             request.key = next(self._keys)
             if request.rollout.calls and (oldest := request.rollout.oldest_version) >= 0:
                 request.oldest = oldest
-            self._queue_of(request.rollout)[request] = None
+            rollout = request.rollout
+            home = None if rollout.parent is None else self._pinned.get(rollout.parent[0])
+            queue = self._interrupted if rollout.finish_reason is FinishReason.ABORT else self._new
+            (queue if home is None or home.is_lost else home.bound)[request] = None
         self.send_soon()
 
     def cancel(self, requests: Sequence[Request]) -> None:
@@ -118,12 +121,6 @@ class EnginePool:
                 continue
             for queue in self._queues():
                 queue.pop(request, None)
-
-    def _queue_of(self, rollout: Rollout) -> WaitingQueue:
-        home = None if rollout.parent is None else self._pinned.get(rollout.parent[0])
-        if home is not None and not home.is_lost:
-            return home.bound
-        return self._interrupted if rollout.finish_reason is FinishReason.ABORT else self._new
 
     def _queues(self) -> list[WaitingQueue]:
         return [self._interrupted, self._new, *(engine.bound for engine in self.engines)]

@@ -20,7 +20,7 @@ import dataclasses
 import math
 import struct
 import zlib
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -158,7 +158,7 @@ def decode(frame: bytes | memoryview, *, max_bytes: int = MAX_FRAME) -> Any:  # 
     return value
 
 
-def read_frames(file: BinaryIO) -> Iterator[Any]:
+def read_frames(file: IO[bytes]) -> Iterator[Any]:
     """The values in a file of frames, without a last frame that a crash left incomplete."""
     while True:
         try:

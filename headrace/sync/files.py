@@ -47,7 +47,6 @@ class FilesTransport(BufferedTransport[TorchBuffer]):
     """Both ends use the same folder; the sender removes the files."""
 
     name = "files"
-    crosses_hosts = True
     uses_folder = True
 
     def __init__(self, *, folder: Path, prefix: str, deadline: float) -> None:

@@ -22,8 +22,9 @@ class Server:
 
     def __init__(self, host: str, *, serve: Callable[[socket.socket, threading.Event], None], name: str) -> None:
         self._serve, self._name = serve, name
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listening = socket.create_server((host, 0), family=_family(host), backlog=_MOST_CONNECTIONS)
+            self._listening = socket.create_server((host, 0), family=family, backlog=_MOST_CONNECTIONS)
         except OSError as error:
             raise SyncError(f"cannot listen on {host}: {error.strerror or error}") from error
         self._listening.settimeout(TICK)
@@ -81,7 +82,3 @@ def connect(host: str, port: int, *, check: Callable[[], None]) -> socket.socket
 def _prepare(connection: socket.socket) -> None:
     connection.settimeout(TICK)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.model import Arena, Inspector, arena_bytes, describe, lay_out
-from headrace.records import Part, WeightUpdate
+from headrace.model import Arena, Inspector, Slot, arena_bytes, describe, lay_out
+from headrace.records import Manifest, Part, WeightUpdate
 from headrace.sync.full import FullPayload
 from headrace.sync.table import payload_class
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.model import Slot, StagingBuffer
-    from headrace.records import Manifest, Plain
+    from headrace.model import StagingBuffer
+    from headrace.records import Plain
     from headrace.sync.lineage import Lineage
     from headrace.sync.transport import Target, Transport
 
@@ -51,7 +51,8 @@ class WeightSync:
         self._transport, self._policy, self._adapter, self._name = transport, policy, adapter, name
         self._payload = payload_class(payload)()
         self._attempts = itertools.count()
-        self._layout: _Layout | None = None
+        self._manifest, self._slots = Manifest.of(()), dict[str, Slot]()  # the layout of every image: the same in all versions
+        self._inspectors: dict[torch.device, Inspector] = {}
         self._offered: dict[str, WeightUpdate] = {}  # by key: updates on the transport
         self._newest: WeightUpdate | None = None  # the last one released, which late engines catch up to
         self._caught_up: WeightUpdate | None = None  # all weights, made for a late engine and reused for others
@@ -81,17 +82,17 @@ class WeightSync:
         device = _device(weights)
         try:
             with self._lock, self._side_stream(device):
-                layout = self._lay_out(weights)
-                image, buffer = self._pack(layout, weights, key)
+                self._lay_out(weights)
+                image, buffer = self._pack(weights, key)
                 if image is not weights:
                     _settle(device)
                     on_read()
-                manifest = layout.hash(image)
+                manifest = self._hash(image)
                 body, base = self._payload.encode(image, version=version, key=key, whole=whole)
                 views: Mapping[str, Tensor] = image.views
                 if buffer is None:
                     buffer = self._copied(key, body)
-                    views = _view(buffer, layout.slots).views if base is None else {self._payload.name: buffer}
+                    views = _view(buffer, self._slots).views if base is None else {self._payload.name: buffer}
                     if image is weights:
                         on_read()
                 return self._post(key, buffer, version=version, base=base, manifest=manifest, views=views)
@@ -166,33 +167,37 @@ class WeightSync:
             raise SyncError(f"this engine receives over {self._transport.name}")
         self._transport.fetch(part.place, target, receiver=self._name)
 
-    def _lay_out(self, weights: Weights) -> _Layout:
-        known = self._layout
-        if isinstance(weights, Arena):
-            if known is None or known.slots is not weights.slots:
-                known = _Layout(describe(weights.views), weights.slots)
-        else:
-            manifest = describe(weights)
-            if known is None or not known.manifest.is_like(manifest):
-                known = _Layout(manifest, lay_out(manifest))
-        if known is not self._layout:
-            self._layout = known
+    def _lay_out(self, weights: Weights) -> None:
+        """Names, shapes and dtypes as these weights have them; all state is dropped if they have changed."""
+        if isinstance(weights, Arena) and self._slots is weights.slots:
+            return
+        manifest = describe(weights.views if isinstance(weights, Arena) else weights)
+        if isinstance(weights, Arena) or not self._slots or not self._manifest.is_like(manifest):
+            self._manifest, self._slots = manifest, weights.slots if isinstance(weights, Arena) else lay_out(manifest)
+            self._inspectors.clear()
             self._payload.reset()
-        return known
 
-    def _pack(self, layout: _Layout, weights: Weights, key: str) -> tuple[Arena, Tensor | None]:
+    def _hash(self, image: Arena) -> Manifest:
+        if image.device not in self._inspectors:
+            self._inspectors[image.device] = Inspector(image)
+        sums, odd = self._inspectors[image.device].look(image)
+        if odd is not None:
+            raise SyncError(f"tensor {odd!r} holds NaN or infinity; such weights are not published")
+        return self._manifest.with_checksums(sums)
+
+    def _pack(self, weights: Weights, key: str) -> tuple[Arena, Tensor | None]:
         """Return the image, and the transport's buffer if the image is in it: if the image itself travels and the buffer is on
         the weights' device. An arena whose buffer is on another device is its own image."""
         if self._payload.sends_image:
-            buffer = self._transport.allocate(key, layout.num_bytes)
+            buffer = self._transport.allocate(key, arena_bytes(self._slots))
             if buffer.device.type == _device(weights).type:
-                image = _view(buffer, layout.slots)
+                image = _view(buffer, self._slots)
                 _copy(image, weights)
                 return image, buffer
             self._transport.free(key)
             if isinstance(weights, Arena):
                 return weights, None
-        image = self._payload.image(layout.slots, _device(weights))
+        image = self._payload.image(self._slots, _device(weights))
         _copy(image, weights)
         return image, None
 
@@ -240,24 +245,6 @@ class WeightSync:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield
-
-
-class _Layout:
-    """The layout of every image: names, shapes and dtypes are the same in all versions."""
-
-    def __init__(self, manifest: Manifest, slots: dict[str, Slot]) -> None:
-        self.manifest, self.slots = manifest, slots
-        self.num_bytes = arena_bytes(slots)
-        self._inspectors: dict[torch.device, Inspector] = {}
-
-    def hash(self, image: Arena) -> Manifest:
-        inspector = self._inspectors.get(image.device)
-        if inspector is None:
-            inspector = self._inspectors[image.device] = Inspector(image)
-        sums, odd = inspector.look(image)
-        if odd is not None:
-            raise SyncError(f"tensor {odd!r} holds NaN or infinity; such weights are not published")
-        return self.manifest.with_checksums(sums)
 
 
 def _view(buffer: Tensor, slots: Mapping[str, Slot]) -> Arena:

@@ -150,8 +150,7 @@ class CompletionServer:
         endpoint = "other" if resource is None else resource.canonical
         status = _CLIENT_LEFT  # unless there is an answer
         try:
-            self._check_host(request)
-            self._check_token(request)
+            self._check_access(request)
             response = await handler(request)
             status = response.failed_with if isinstance(response, Events) else response.status
             return response
@@ -171,14 +170,11 @@ class CompletionServer:
             if endpoint.endswith("/completions"):
                 self._metrics.request.observe(time.perf_counter() - started)
 
-    def _check_host(self, request: web.Request) -> None:
-        host = request.headers.get("Host", "")
+    def _check_access(self, request: web.Request) -> None:
+        host, is_control = request.headers.get("Host", ""), request.path.startswith("/control")
         if not self._api_token and not is_loopback(host, own=self._host):
             message = f"without an API token this server answers to localhost, not to {shown(host)!r}; set HEADRACE_API_TOKEN"
             raise ApiError(403, message, code="host_not_allowed")
-
-    def _check_token(self, request: web.Request) -> None:
-        is_control = request.path.startswith("/control")
         token, what = (self._control_token, "control") if is_control else (self._api_token, "API")
         if is_control and not token:
             message = "control is closed: no control token is set; start the server with HEADRACE_CONTROL_TOKEN"
@@ -256,9 +252,8 @@ class CompletionServer:
         """A list of the model and its adapters, or one of them by its name."""
         served = self._served
         card = {"object": "model", "created": self._started, "owned_by": "headrace", "max_model_len": served.context}
-        cards = {name: {"id": name, **card} for name in served.names}
-        for name in served.adapters:
-            cards[name]["parent"] = served.model_name
+        cards = {served.model_name: {"id": served.model_name, **card}}
+        cards |= {name: {"id": name, **card, "parent": served.model_name} for name in served.adapters}
         if "name" not in request.match_info:
             return web.json_response({"object": "list", "data": list(cards.values())})
         if request.match_info["name"] not in cards:

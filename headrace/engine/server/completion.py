@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from headrace.engine.protocol import Increment
-from headrace.engine.request import append_call
+from headrace.engine.request import Request, SampledTokens
 from headrace.engine.server.text import TextReader, decode
 from headrace.engine.server.tool_calls import ToolCallReader
-from headrace.records import Call, FinishReason, Rollout
+from headrace.records import FinishReason, Rollout
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -84,25 +84,23 @@ class Completion:
     async def _generate(self, engine: ServedEngine, choice: Choice) -> None:
         """One choice, resumed whenever new weights interrupt it. Waits for the engine's increments; what is put into the queue
         wakes the reader of `choices`."""
-        request = self.request
-        is_streamed = request.stream or bool(request.stops)
+        request, asked = self.request, dict[str, Any]()  # what goes beyond `Sampling`, which only some engines know
+        if request.is_shaped:
+            asked["shaping"] = request.shaping
+        if request.held is not None:
+            asked["held"] = request.held
+        is_streamed = request.stream or request.stops or asked
         try:
-            if self.request.is_scored_only:
+            if request.is_scored_only:
                 choice.add(Increment((), (), (), FinishReason.LENGTH))
                 self._ready.put_nowait(choice.take())
             while choice.finish_reason is None:
                 rollout, sampling = choice.rest()
-                if request.held is not None:
-                    shaping = request.shaping if request.is_shaped else None
-                    parts = engine.stream(rollout, sampling, shaping=shaping, held=request.held)
-                elif request.is_shaped:
-                    parts = engine.stream(rollout, sampling, shaping=request.shaping)
-                else:
-                    parts = engine.stream(rollout, sampling) if is_streamed else _generated(engine, rollout, sampling)
+                parts = engine.stream(rollout, sampling, **asked) if is_streamed else _generated(engine, rollout, sampling)
                 async with contextlib.aclosing(cast("AsyncGenerator[Increment, None]", parts)) as increments:
                     async for increment in increments:
                         choice.add(increment)
-                        if choice.finish_reason is not None or (self.request.stream and choice.has_news):
+                        if choice.finish_reason is not None or (request.stream and choice.has_news):
                             self._ready.put_nowait(choice.take())
                         if choice.finish_reason is not None:
                             break
@@ -156,26 +154,10 @@ class Choice:
         num_done, sampling = len(self.tokens), self._sampling
         rollout = Rollout.from_prompt(list(self._prompt), id=uuid.uuid4().hex, index=self._index)
         if num_done:
-            start, now = len(rollout), time.time()
             token_ids, logprobs, versions, _ = zip(*self.tokens, strict=True)
-            call = Call(
-                start=start,
-                stop=start + num_done,
-                engine="",
-                sampling=sampling,
-                finish_reason=FinishReason.ABORT,
-                started=now,
-                finished=now,
-            )
-            rollout = append_call(
-                rollout,
-                call,
-                token_ids=np.asarray(token_ids, np.int32),
-                logprobs=np.asarray(logprobs, np.float32),
-                versions=np.asarray(versions, np.int32),
-                policy=rollout.policy,
-                lineage=rollout.lineage,
-            )
+            done = SampledTokens(np.array(token_ids, np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32))
+            call, policy, lineage = Request(rollout, sampling, on_done=lambda _: None), rollout.policy, rollout.lineage
+            rollout = call.extended(done, FinishReason.ABORT, engine="", policy=policy, lineage=lineage)
         num_left, min_left = sampling.max_tokens - num_done, max(0, sampling.min_tokens - num_done)
         return rollout, dataclasses.replace(sampling, max_tokens=num_left, min_tokens=min_left)
 
@@ -224,7 +206,11 @@ class Choice:
             choice["versions"] = [version for _, _, version, _ in fresh]
         if request.is_chat:
             choice["delta" if request.stream else "message"] = self._message()
-            choice["logprobs"] = {"content": self._chat_logprobs(fresh)} if request.logprobs else None
+            entries = [
+                {**self._chat_entry(token, value), "top_logprobs": [self._chat_entry(*each) for each in top]}
+                for token, value, top in map(self._reported, fresh if request.logprobs else ())
+            ]
+            choice["logprobs"] = {"content": entries} if request.logprobs else None
         else:
             choice["text"] = self._text
             choice["logprobs"] = self._completion_logprobs(fresh) if request.logprobs else None
@@ -258,13 +244,6 @@ class Choice:
             found["text_offset"].append(self._offset)
             self._offset += len(self._decode([token]))
         return found
-
-    def _chat_logprobs(self, fresh: Sequence[Token]) -> list[dict[str, Any]]:
-        entries = []
-        for token, value, top in map(self._reported, fresh):
-            others = [self._chat_entry(*each) for each in top]
-            entries.append({**self._chat_entry(token, value), "top_logprobs": others})
-        return entries
 
     def _chat_entry(self, token: int, value: float) -> dict[str, Any]:
         text = self._decode([token], skip_special=False)

@@ -14,16 +14,15 @@ import contextlib
 import dataclasses
 import functools
 import math
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.engine import stop_strings
 from headrace.engine.protocol import Increment, InFlight, NotFinite
-from headrace.engine.request import SampledSince, append_call
+from headrace.engine.request import SampledSince, SampledTokens
 from headrace.engine.vllm.api import MaskIncomplete, VllmGone
-from headrace.records import Call, FinishReason, SamplingMask
+from headrace.records import FinishReason, SamplingMask
 
 if TYPE_CHECKING:
     import asyncio
@@ -225,14 +224,8 @@ class VllmCall:
         if new.start == new.stop:
             return None
         self._num_reported = new.stop
-        return SampledSince(
-            self.request,
-            np.asarray(self._token_ids[new], np.int32),
-            np.asarray(self._logprobs[new], np.float32),
-            np.asarray(self._versions[new], np.int32),
-            self._masks[new],
-            self._lineage,
-        )
+        token_ids, logprobs, versions, masks, _ = self._sampled(new)
+        return SampledSince(self.request, token_ids, logprobs, versions, masks, self._lineage)
 
     def in_flight(self) -> InFlight:
         first = self._versions[0] if self._versions else -1
@@ -241,23 +234,10 @@ class VllmCall:
 
     def _rollout(self, reason: FinishReason) -> Rollout:
         """With the tokens of known version; the others are sampled again."""
-        rollout, known = self.request.rollout, slice(0, self.num_known)
-        call = Call(
-            start=len(rollout),
-            stop=len(rollout) + self.num_known,
-            engine=self._engine.name,
-            sampling=self.request.sampling,
-            finish_reason=reason,
-            started=self.request.started,
-            finished=time.time(),
-        )
-        return append_call(
-            rollout,
-            call,
-            token_ids=np.asarray(self._token_ids[known], np.int32),
-            logprobs=np.asarray(self._logprobs[known], np.float32),
-            versions=np.asarray(self._versions[known], np.int32),
-            masks=self._masks[known],
-            policy=self._engine.policy,
-            lineage=self._lineage or self._engine.lineage,
-        )
+        engine, sampled = self._engine, self._sampled(slice(self.num_known))
+        lineage = self._lineage or engine.lineage
+        return self.request.extended(sampled, reason, engine=engine.name, policy=engine.policy, lineage=lineage)
+
+    def _sampled(self, which: slice) -> SampledTokens:
+        token_ids, versions = np.array(self._token_ids[which], np.int32), np.array(self._versions[which], np.int32)
+        return SampledTokens(token_ids, np.array(self._logprobs[which], np.float32), versions, self._masks[which])

@@ -52,7 +52,6 @@ class CollectiveTransport(Transport):
     connects authenticates it, and leaves the rest to the thread that pushes."""
 
     name = "collective"
-    crosses_hosts = True
     needs_gpu_per_end = True
     is_pushed = True
     listens = True

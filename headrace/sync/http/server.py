@@ -16,8 +16,9 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -156,7 +157,7 @@ class ServedBuffers:
         self.changed = threading.Condition(threading.RLock())
         self.held: dict[str, ServedBuffer] = {}  # by key
         self._spare = Spare(TorchBuffer)
-        self._gone: deque[str] = deque(maxlen=_GONE_KEYS)
+        self.gone: deque[str] = deque(maxlen=_GONE_KEYS)
         self._is_closed = False
 
     def add(self, key: str, num_bytes: int, *, is_offered: bool) -> ServedBuffer:
@@ -176,7 +177,7 @@ class ServedBuffers:
             return key in self.held and self.held[key].is_offered
 
         with self.changed:
-            self.changed.wait_for(lambda: is_offered() or key in self._gone or self._is_closed, wait)
+            self.changed.wait_for(lambda: is_offered() or key in self.gone or self._is_closed, wait)
             return self.held[key] if is_offered() else None
 
     def offer(self, key: str) -> ServedBuffer:
@@ -188,15 +189,12 @@ class ServedBuffers:
             self.held[key].advance(self.held[key].num_bytes)
             return self.held[key]
 
-    def was_freed(self, key: str) -> bool:
-        return key in self._gone
-
     def drop(self, buffer: ServedBuffer | None) -> None:
         """Free a buffer: every user leaves it soon, and then its memory is reused."""
         with self.changed:
             if buffer is not None and self.held.get(buffer.key) is buffer:
                 del self.held[buffer.key]
-                self._gone.append(buffer.key)
+                self.gone.append(buffer.key)
                 buffer.is_over = True
                 self.changed.notify_all()
                 self.reuse(buffer)
@@ -243,7 +241,7 @@ class BufferServer:
                     raise BadHead("is no request that is answered here")
                 has_more = self._answer(connection, challenge, first[0], first[1], headers)
             except BadHead as error:
-                has_more = _Answers(connection).send(error.status, is_last=True)
+                has_more = _send_head(connection, error.status, is_last=True)
             if not has_more:
                 return
 
@@ -252,21 +250,21 @@ class BufferServer:
         wanted = headers.get("range", "")
         scheme, nonce, claim, *_ = [*headers.get("authorization", "").split(" "), "", "", ""]
         if scheme != _SCHEME or not is_proven(claim, self._token, "weights", method, challenge, nonce, path, wanted):
-            return _Answers(connection).send(HTTPStatus.UNAUTHORIZED, WWW_Authenticate=f"{_SCHEME} {challenge}")
-        answers = _Answers(connection, self._token, nonce, path)
+            return _send_head(connection, HTTPStatus.UNAUTHORIZED, WWW_Authenticate=f"{_SCHEME} {challenge}")
+        answer = partial(_send_head, connection, prove=partial(proof, self._token, "weights", "answer", nonce, path))
         if method != "GET":
-            return answers.send(HTTPStatus.METHOD_NOT_ALLOWED, is_last=True)
+            return answer(HTTPStatus.METHOD_NOT_ALLOWED, is_last=True)
         key = unquote(path.removeprefix(_ROOT))
         buffer = self._buffers.find(key, wait=self._wait)
         if buffer is None or not path.startswith(_ROOT):
-            return answers.send(HTTPStatus.GONE if self._buffers.was_freed(key) else HTTPStatus.NOT_FOUND)
+            return answer(HTTPStatus.GONE if key in self._buffers.gone else HTTPStatus.NOT_FOUND)
         size, found = buffer.num_bytes, _RANGE.fullmatch(wanted or "bytes=0-")
         start, stop = (int(found[1]), min(size, int(found[2] or size) + 1)) if found else (0, 0)
         if start >= stop:
-            return answers.send(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, Content_Range=f"bytes */{size}")
-        content = {"Content_Range": f"bytes {start}-{stop - 1}/{size}"} if wanted else {}
-        status = HTTPStatus.PARTIAL_CONTENT if wanted else HTTPStatus.OK
-        answers.send(status, length=stop - start, is_last=True, Content_Type="application/octet-stream", **content)
+            return answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, Content_Range=f"bytes */{size}")
+        content: dict[str, Any] = {"length": stop - start, "Content_Type": "application/octet-stream"}
+        content |= {"Content_Range": f"bytes {start}-{stop - 1}/{size}"} if wanted else {}
+        answer(HTTPStatus.PARTIAL_CONTENT if wanted else HTTPStatus.OK, is_last=True, **content)
         with contextlib.suppress(SyncError), buffer.in_use():  # if it was freed meanwhile, the answer ends early
             self._send(connection, buffer, start, stop)
         return False
@@ -288,18 +286,19 @@ class BufferServer:
                 self.bytes_served += num_sent
 
 
-class _Answers:
-    """Heads of answers. To an authenticated request, whose `nonce` is given, they prove the token."""
-
-    def __init__(self, connection: socket.socket, token: str = "", nonce: str = "", path: str = "") -> None:
-        self._connection, self._token, self._nonce, self._path = connection, token, nonce, path
-
-    def send(self, status: HTTPStatus, *, length: int = 0, is_last: bool = False, **headers: str) -> bool:
-        """Return whether another request may follow."""
-        sent: dict[str, str | int] = {name.replace("_", "-"): value for name, value in headers.items()}
-        sent |= {"Content-Length": length, "Connection": "close" if is_last else "keep-alive"}
-        if self._nonce:
-            parts = (str(status.value), str(length), headers.get("Content_Range", ""))
-            sent[f"{_SCHEME}-Proof"] = proof(self._token, "weights", "answer", self._nonce, self._path, *parts)
-        self._connection.sendall(write_head(f"HTTP/1.1 {status.value} {status.phrase}", sent))
-        return not is_last
+def _send_head(
+    connection: socket.socket,
+    status: HTTPStatus,
+    *,
+    prove: Callable[..., str] | None = None,
+    length: int = 0,
+    is_last: bool = False,
+    **headers: str,
+) -> bool:
+    """Send the head of an answer, with a proof of the token if the request had one; returns whether another may follow."""
+    sent: dict[str, str | int] = {name.replace("_", "-"): value for name, value in headers.items()}
+    sent |= {"Content-Length": length, "Connection": "close" if is_last else "keep-alive"}
+    if prove is not None:
+        sent[f"{_SCHEME}-Proof"] = prove(str(status.value), str(length), headers.get("Content_Range", ""))
+    connection.sendall(write_head(f"HTTP/1.1 {status.value} {status.phrase}", sent))
+    return not is_last

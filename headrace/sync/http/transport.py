@@ -54,7 +54,6 @@ class HttpTransport(Transport):
     """The sender serves from its first post on; a receiver serves if it is a relay."""
 
     name = "http"
-    crosses_hosts = True
     listens = True
 
     def __init__(
