@@ -13,10 +13,12 @@ import pytest
 
 from headrace.algorithms import resolve_loss
 from headrace.config import make_recipe
-from headrace.config.peer_names import ASYNC_GRPO, GRPO, PEERS, TRAINING_ARGUMENTS
+from headrace.config.peer_names import peers
 from headrace.config.recipe import Recipe
 from headrace.settings import ConfigError, describe
 
+PEERS = peers()
+GRPO, ASYNC_GRPO, TRAINING_ARGUMENTS, *_ = PEERS.values()
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from_trl.md"
 OURS = {key for key, *_ in describe(Recipe)}
 FREE = ("train.constants.", "engine.vllm.arguments.")

@@ -4,25 +4,25 @@ a recipe, or a sentence where no single key does the same."""
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
 _PAGE = Path(__file__).with_name("coming_from_trl.md")
 
 
-def _tables() -> dict[str, dict[str, str]]:
-    """By the title of a section: their names and our answers. Keys are shown as code, which sentences are not as a whole."""
+@functools.cache
+def peers() -> dict[str, dict[str, str]]:
+    """By the title of a section: their names and our answers. First all that TRL's `GRPOConfig` and `AsyncGRPOConfig` declare
+    themselves, then what people set of `TrainingArguments`, TRL's trainers and PEFT, then the main settings of verl and
+    prime-rl. Empty in a checkout without links."""
     found = {}
-    for section in _PAGE.read_text().split("\n## ")[1:]:
+    for section in (_PAGE.read_text() if _PAGE.is_file() else "").split("\n## ")[1:]:
         rows = re.findall(r"^\| (\S+) \| (.+) \|$", section.partition("|---|")[2], flags=re.MULTILINE)
+        # Keys are shown as code, which sentences are not as a whole.
         found[section.partition("\n")[0]] = {name: answer if " " in answer else answer.strip("`") for name, answer in rows}
     return found
 
-
-PEERS = _tables()
-GRPO, ASYNC_GRPO, TRAINING_ARGUMENTS, *_ = PEERS.values()
-"""All that TRL's `GRPOConfig` and `AsyncGRPOConfig` declare themselves; what people set of `TrainingArguments`, TRL's trainers
-and PEFT. The other tables have the main settings of verl and prime-rl."""
 
 USUAL = {
     "algorithm = dpo": "DPO learns from pairs without sampling, and is not offered; SFT is ([sft])",
@@ -43,12 +43,12 @@ GONE = {
 
 def peer_answer(name: str) -> str:
     """What to write instead of a peer's setting, given whole or by its last part; "" if no peer has it or they disagree."""
-    for of_peer in (GONE, USUAL, *PEERS.values()):
+    for of_peer in (GONE, USUAL, *peers().values()):
         if name in of_peer:
             return of_peer[name]
-    found = {answer for of_peer in PEERS.values() for key, answer in of_peer.items() if key.rpartition(".")[2] == name}
+    found = {answer for of_peer in peers().values() for key, answer in of_peer.items() if key.rpartition(".")[2] == name}
     if len(found) == 1:
         return found.pop()
-    if any(key.startswith(f"{name}.") for of_peer in PEERS.values() for key in of_peer):
+    if any(key.startswith(f"{name}.") for of_peer in peers().values() for key in of_peer):
         return "that is a section of verl or prime-rl; docs/coming_from_trl.md has our name for each setting in it"
     return ""
