@@ -11,7 +11,9 @@ import pytest
 import torch
 from helpers import small_run
 
+from headrace.algorithms import REFERENCE
 from headrace.bench.loads import make_rollouts
+from headrace.lora import LoraSettings, add_adapter
 from headrace.model import narrow
 from headrace.model.load import prepare
 from headrace.model.tiny import build_tokenizer
@@ -39,13 +41,20 @@ def batch(*, groups: int = 3, siblings: int = 4) -> Batch:
     )
 
 
-def make(family: str, *, device: str, dtype: torch.dtype, std: float = 0.2, **settings) -> DeviceTrainer:
+def make(
+    family: str, *, device: str, dtype: torch.dtype, std: float = 0.2, lora: LoraSettings | None = None, **settings
+) -> DeviceTrainer:
     """`std` of matrices: with 0.2 attention is so sharp that bfloat16 alone moves a gradient by a tenth."""
     model = families.make(family)
     for parameter in model.parameters():
         if parameter.ndim >= 2 and std != 0.2:
             torch.nn.init.normal_(parameter, std=std, generator=torch.Generator().manual_seed(parameter.numel()))
-    prepare(model, name=family).to(device)
+    prepare(model, name=family)
+    if lora is not None:
+        for index, parameter in enumerate(add_adapter(model, lora).to(device).parameters()):
+            draws = torch.Generator().manual_seed(index)
+            parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=draws))
+    model.to(device)
     return DeviceTrainer(model, tokenizer=build_tokenizer(), settings=TrainSettings(**settings), dtype=dtype)
 
 
@@ -82,6 +91,21 @@ def test_narrow_gradients_are_near_and_do_not_depend_on_sharing(family: str, dty
         narrow[share] = gradient(trainer) / (1.0 if scale is None else scale.value)
         assert apart(narrow[share], gradient(exact)) < 0.03
     assert apart(narrow[True], narrow[False]) < 0.03
+
+
+def test_an_adapters_gradient_through_compiled_layers_is_near_and_its_reference_is_the_base() -> None:
+    found, references = [], []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        trainer = make("qwen3", device=device, dtype=dtype, std=0.05, lora=LoraSettings(rank=8, alpha=16.0))
+        trainer.forward_backward(batch())
+        found.append(gradient(trainer))
+        references.append(np.concatenate(trainer.forward(batch(), column=REFERENCE)))
+        policy = np.concatenate(trainer.forward(batch()))
+        assert np.abs(policy - references[-1]).max() > 1e-3
+        if device == "cuda":
+            assert trainer.model.base_model.layers[-1]._compiled_call_impl is not None
+    assert apart(found[1], found[0]) < 0.03
+    np.testing.assert_allclose(references[1], references[0], atol=0.05)
 
 
 @pytest.mark.parametrize("settings", [{}, {"recompute": "layers", "router_aux": 0.01}])
