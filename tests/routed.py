@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import torch
 from families import FAMILIES, MOE, make
 from stepping import ask, make_core, run
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     import transformers
 
 FAMILIES_WITH_EXPERTS = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe"]
+_OFTEN = ("qwen3_moe", "deepseek_v3")
+every_family = pytest.mark.parametrize(
+    "family", [each if each in _OFTEN else pytest.param(each, marks=pytest.mark.long) for each in FAMILIES_WITH_EXPERTS]
+)
+"""Two of them in `make test`, all of them in `make test-all`."""
 
 
 def make_model(family: str, *, exact: bool = False, change: Callable | None = None) -> transformers.PreTrainedModel:

@@ -78,6 +78,7 @@ def test_an_engine_killed_at_any_moment_loses_nothing(tmp_path):
     assert not run.leftovers()
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_be_kept_ends_the_run_by_name(tmp_path):
     run = start(tmp_path, "--engine.restarts=0", ENDLESS)
     run.wait_for_version(2)
@@ -120,7 +121,8 @@ def test_a_lost_trainer_without_restarts_ends_the_run_and_the_same_command_resum
     assert "resumed    version" in output
 
 
-@pytest.mark.parametrize("version", [pytest.param(0, marks=pytest.mark.long), 6])
+@pytest.mark.long
+@pytest.mark.parametrize("version", [0, 6])
 def test_a_killed_trainer_is_started_again_from_the_newest_checkpoint(tmp_path, version):
     """Also before the first one. The engine's process stays."""
     run = start(tmp_path)

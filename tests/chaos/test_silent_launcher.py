@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from faults import is_alive, start, wait_until
 from safetensors import safe_open
 
@@ -30,6 +31,7 @@ def test_its_processes_end_by_themselves_and_the_trainer_saves_first(tmp_path):
     assert "trainer failed: LauncherSilent: heard nothing" in output and str(rescued) in output, output
 
 
+@pytest.mark.long
 def test_launcher_stopped_for_a_moment_goes_on(tmp_path):
     run = start(tmp_path, "--heartbeat=4", "--steps=30")
     run.wait_for_version(3)

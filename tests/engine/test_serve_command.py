@@ -84,7 +84,7 @@ def test_it_starts_answers_and_stops_with_a_stream_open(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "the built-in model's folder is gone"
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}])
+@pytest.mark.parametrize("lora", [pytest.param({}, marks=pytest.mark.long), {"lora": {"rank": 2}}])
 def test_ctrl_c_stops_it_and_a_checkpoint_is_served_as_its_version(tmp_path: Path, lora: dict[str, Any]) -> None:
     result = small_run(tmp_path / "run", steps=2, **lora)
     folder = str(result.checkpoint)

@@ -277,7 +277,9 @@ def references(storm: Storm, wanted: list[Told]) -> dict[str, Rollout]:
     return found
 
 
-@pytest.mark.parametrize("num_blocks", [14, 60], ids=["few blocks", "blocks for all"])
+@pytest.mark.parametrize(
+    "num_blocks", [pytest.param(14, id="few blocks"), pytest.param(60, id="blocks for all", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(
     ("seed", "num_requests"), [(5, 200), *(pytest.param(seed, 1_000, marks=pytest.mark.long) for seed in (1, 2))]
 )

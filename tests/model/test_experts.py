@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
-from routed import FAMILIES_WITH_EXPERTS, make_model
+from routed import FAMILIES_WITH_EXPERTS, every_family, make_model
 from torch._dynamo.utils import counters
 
 from headrace.model import experts, narrow
@@ -20,7 +20,6 @@ from headrace.trainer import layers
 if TYPE_CHECKING:
     import transformers
 
-every_family = pytest.mark.parametrize("family", FAMILIES_WITH_EXPERTS)
 TOKENS = torch.randint(3, 96, (37,), generator=torch.Generator().manual_seed(1))
 SEEN = torch.randn(37, 64, generator=torch.Generator().manual_seed(2))
 

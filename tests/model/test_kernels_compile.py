@@ -41,7 +41,8 @@ compile(attention.delta_kernel, HEADS=4, VALUE_DIM=24, VALUE_PAD=32, ROWS=32)
 """
 
 
-@pytest.mark.parametrize("is_set", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_set", [True, False])
 def test_every_kernel_of_the_trainer_compiles(tmp_path, is_set: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

@@ -56,7 +56,10 @@ def weights_by_hand(family: str, logits: torch.Tensor, chosen: torch.Tensor) -> 
 
 
 FAMILIES = ["qwen3_moe", "qwen3_moe_plain", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe"]
-every_family = pytest.mark.parametrize("family", FAMILIES)
+OFTEN = ("qwen3_moe", "deepseek_v3")
+every_family = pytest.mark.parametrize(
+    "family", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.long) for each in FAMILIES]
+)
 
 
 def forward(model: transformers.PreTrainedModel) -> torch.Tensor:
@@ -221,6 +224,7 @@ def test_a_router_that_chooses_otherwise_is_refused(forward: Callable, reason: s
         routers.check_replay(model)
 
 
+@pytest.mark.long
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_a_compiled_model_replays_in_one_graph(family: str) -> None:

@@ -196,7 +196,7 @@ class Buffers:
         self.routing[:, layer].copy_(indices)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_a_compiled_model_is_recorded_in_one_graph(family: str) -> None:
     model = make(family)
     model.set_experts_implementation("batched_mm")

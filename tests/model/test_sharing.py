@@ -14,7 +14,9 @@ from headrace.model.packing import pack, packed_logprobs
 from headrace.model.pass_planning import Unit, members_of, num_rows, plan_passes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.long) if each == "deepseek_v3" else each for each in FAMILIES]
+)
 def test_gradient_is_that_of_rollouts_apart(family: str) -> None:
     """Windows of 8 are shorter than most prompts and completions here."""
     model = prepare(make(family), name=family)

@@ -64,8 +64,10 @@ SPECS = {
 @pytest.mark.parametrize(
     ("layout", "spec"),
     [
-        *(("tree", spec) for spec in SPECS),
+        ("tree", "sinks and window"),
+        ("tree", "softcap and window"),
         ("sequences", "plain"),
+        *(pytest.param("tree", spec, marks=pytest.mark.long) for spec in SPECS if " and " not in spec),
         *(pytest.param("sequences", spec, marks=pytest.mark.long) for spec in SPECS if spec != "plain"),
     ],
 )

@@ -285,6 +285,7 @@ def test_a_reward_that_uses_signals(recipe) -> None:
     assert only(list(reward.check_reward(subject)), "problem").fix == finding.fix
 
 
+@pytest.mark.long
 def test_a_reward_that_holds_the_interpreter_ends_the_doctor_with_its_stack(recipe) -> None:
     recipe.write(reward="import re\ndef reward(completion):\n    return bool(re.match('(a+)+$', 'a' * 40 + 'b'))\n")
     arguments = ["doctor", str(recipe.path), "--reward.timeout=0.1"]

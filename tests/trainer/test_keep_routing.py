@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from routed import FAMILIES_WITH_EXPERTS, freed, gradient, make_batch, make_model, make_trainer, nudged, rounded, sampled
+from routed import every_family, freed, gradient, make_batch, make_model, make_trainer, nudged, rounded, sampled
 
 from headrace.algorithms import REFERENCE
 from headrace.model.head import Head
@@ -19,8 +19,6 @@ from headrace.trainer import FrozenModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-every_family = pytest.mark.parametrize("family", FAMILIES_WITH_EXPERTS)
 
 
 @every_family

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from routed import FAMILIES_WITH_EXPERTS, freed, gradient, make_batch, make_model, make_trainer, nudged, sampled
+from routed import every_family, freed, gradient, make_batch, make_model, make_trainer, nudged, sampled
 
 from headrace.settings import ConfigError
 from headrace.trainer import TrainSettings
@@ -41,7 +41,7 @@ def slow(trainer, batch) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(balance).sum(), torch.stack(squares).sum()
 
 
-@pytest.mark.parametrize("family", FAMILIES_WITH_EXPERTS)
+@every_family
 def test_the_losses_are_their_formulas_in_any_packing(family: str) -> None:
     batch = make_batch(freed(sampled(make_model(family))))
     plain = make_trainer(make_model(family, change=nudged))

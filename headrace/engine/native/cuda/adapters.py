@@ -17,8 +17,7 @@ from torch import Tensor
 
 from headrace.engine.native.cuda.kernels.low_rank import down_kernel, up_kernel
 from headrace.engine.native.engine_memory import ADAPTER_PLACES
-from headrace.lora import adapter_of, target_of
-from headrace.model import Arena, allocate_bytes
+from headrace.model import Arena, adapter_of, allocate_bytes, target_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.request import HeldAdapter
-    from headrace.lora import Adapter, Target
+    from headrace.model import Adapter, Target
     from headrace.records import Array
 
 _TILE = 128  # inputs of a program's loop

@@ -15,7 +15,7 @@ from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from headrace.engine.native.cuda import adapters as adapters  # its operator is named below
-from headrace.lora import adapter_of, target_of
+from headrace.model import adapter_of, target_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headrace.engine.native.kv_cache import PagedCache
-    from headrace.lora import Target
-    from headrace.model import Arena
+    from headrace.model import Arena, Target
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children of a module that read the same input
 _RECOMPILES = 64
