@@ -190,7 +190,7 @@ def _step(plan: Plan, *, quick: bool) -> Iterator[list[Row]]:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         model = write_random_model(QWEN3_8B, Path(folder) / "model", dtype="bfloat16")
         release()
-        load = dataclasses.replace(step_plan("cuda", quick=quick), shape=QWEN3_8B, goal="")
+        load = dataclasses.replace(step_plan("cuda", quick=quick), shape=QWEN3_8B, micro_batch_tokens=8192, goal="")
         variant = Variant("8B, LoRA, in turn", {"lora.rank": LORA.rank, "lora.alpha": LORA.alpha, "deadline": 300.0})
         yield measure(load, variant, model, Path(folder), peers=Peers())
 
