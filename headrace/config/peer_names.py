@@ -17,7 +17,7 @@ def peers() -> dict[str, dict[str, str]]:
     themselves, then what people set of `TrainingArguments`, TRL's trainers and PEFT, then the main settings of verl and
     prime-rl. Empty in a checkout without links."""
     found = {}
-    for section in (_PAGE.read_text() if _PAGE.is_file() else "").split("\n## ")[1:]:
+    for section in (_PAGE.read_text(encoding="utf-8") if _PAGE.is_file() else "").split("\n## ")[1:]:
         rows = re.findall(r"^\| (\S+) \| (.+) \|$", section.partition("|---|")[2], flags=re.MULTILINE)
         # Keys are shown as code, which sentences are not as a whole.
         found[section.partition("\n")[0]] = {name: answer if " " in answer else answer.strip("`") for name, answer in rows}

@@ -111,8 +111,9 @@ def forecast_memory(
         adapter = sum(map(math.prod, shapes.values()))
         adapter_width = recipe.lora.rank * len(shapes) // (2 * shape.layers)
         published_bytes = adapter * bytes_per_number(recipe.model.dtype)
-        held = published_bytes * (ADAPTER_PLACES if on_gpu else 1)
-        engine = dataclasses.replace(engine, weights=engine.weights + held, staging=published_bytes)
+        older = published_bytes * (ADAPTER_PLACES - 1) if on_gpu else 0  # not released while the engine sleeps
+        weights, steps = engine.weights + published_bytes, engine.steps + older
+        engine = dataclasses.replace(engine, weights=weights, steps=steps, staging=published_bytes)
     published = transport_class(choose_transport(recipe)).memory(published_bytes, on_gpu=on_gpu)
     is_own_reference = recipe.lora.is_on and not recipe.train.reference  # with its adapter off
     trainer = predict_memory(

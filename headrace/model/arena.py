@@ -7,6 +7,7 @@ key and value) are adjacent, so that one matrix product can read them as one mat
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,7 @@ class Arena:
         self.slots = dict(slots)  # by name, in the order of `named_tensors`; tensors that share memory share a slot
         self.device = device
         self._holders: dict[str, Tensor] = {}
+        self._moving = threading.Lock()  # `strayed` is asked in other threads
         regions, num_bytes = _regions(self.slots)
         self.memory = (allocate or allocate_bytes)(num_bytes, device)  # equal slots: equal layouts; weights are sent like this
         if (self.memory.dtype, self.memory.shape) != (torch.uint8, (num_bytes,)) or self.memory.data_ptr() % ALIGNMENT:
@@ -126,11 +128,12 @@ class Arena:
 
     def exchange(self, other: Arena) -> None:
         """Swap memory with the other arena, copying nothing; the model then runs on what the other held."""
-        self.memory, other.memory = other.memory, self.memory
-        self.flat, other.flat = other.flat, self.flat
-        self.views, other.views = other.views, self.views
-        for name, holder in self._holders.items():
-            holder.data = self.views[name]
+        with self._moving:
+            self.memory, other.memory = other.memory, self.memory
+            self.flat, other.flat = other.flat, self.flat
+            self.views, other.views = other.views, self.views
+            for name, holder in self._holders.items():
+                holder.data = self.views[name]
 
     @torch.no_grad()
     def copy_from(self, other: Arena) -> None:
@@ -139,7 +142,8 @@ class Arena:
 
     def strayed(self) -> str | None:
         """The first tensor no longer in the arena, because the model was moved after it was adopted."""
-        return next((name for name, held in self._holders.items() if held.data_ptr() != self.views[name].data_ptr()), None)
+        with self._moving:
+            return next((name for name, held in self._holders.items() if held.data_ptr() != self.views[name].data_ptr()), None)
 
 
 def _regions(slots: Mapping[str, Slot]) -> tuple[dict[torch.dtype, tuple[int, int]], int]:

@@ -199,7 +199,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 2 and "it has speed, long, head, mix, sharing" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["bench", "engine", "--only=heads"])
-    assert ended.value.code == 2 and "only `headrace bench sparse or trainer or step` has only" in capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "only `headrace bench lora or sparse or trainer or step` has only" in capsys.readouterr().err
 
 
 def test_the_gpus_plan_has_the_goals_that_were_set():

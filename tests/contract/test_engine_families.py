@@ -437,7 +437,7 @@ def test_experts_are_recorded_only_if_asked_for(family: str) -> None:
 
 
 def test_a_model_whose_routers_cannot_be_read_is_served_without_its_routing(monkeypatch) -> None:
-    monkeypatch.setattr("headrace.model.routers._ROUTER", re.compile("no such router"))
+    monkeypatch.setattr("headrace.model.load._ROUTER", re.compile("no such router"))
     core = make_core(prepare(make("qwen3_moe"), name="qwen3_moe"), record_routing=True)
     rollout = generate(core, Rollout.from_prompt([3, 4, 5], id="r"), Sampling(max_tokens=4))
     assert rollout.num_sampled == 4 and rollout.expert_routing is None

@@ -41,14 +41,48 @@ compile(attention.delta_kernel, HEADS=4, VALUE_DIM=24, VALUE_PAD=32, ROWS=32)
 """
 
 
+LOW_RANK = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from headrace.engine.native.cuda.adapters import _sizes
+from headrace.engine.native.cuda.kernels import low_rank
+
+KINDS = {"places": "*i32", "between": "*fp32", "scale": "fp32"}
+
+def shared_memory(kernel, kinds, **constants):
+    names = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=names, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).metadata.shared
+
+for rank in (16, 64, 128, 512):
+    for rows in (32, 256, 4096):
+        sizes = _sizes(rows, 4096, rank)
+        same = {"RANK": rank, "RANK_PAD": rank, "ROWS": sizes.rows, "PRECISION": "tf32"}
+        matrices = dict.fromkeys(("hidden", "down_0", "down_1", "down_2", "output", "up_0", "up_1", "up_2"), "*bf16")
+        down = shared_memory(low_rank.down_kernel, {**KINDS, **matrices, "out": "*fp32"}, TILE=sizes.tile, **same)
+        splits = 4096 // min(sizes.split, 4096)
+        kinds = {**KINDS, **matrices, "out": "*bf16"}
+        up = shared_memory(low_rank.up_kernel, kinds, SPLITS=splits, COLUMNS=sizes.columns, **same)
+        assert max(down, up) <= 99 * 1024, (rank, rows, down, up)
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("is_set", [True, False])
 def test_every_kernel_of_the_trainer_compiles(tmp_path, is_set: bool) -> None:
+    compile_all(tmp_path, COMPILED.replace("IS_SET", str(is_set)))
+
+
+@pytest.mark.long
+def test_an_adapters_kernels_fit_a_gpu_at_every_rank(tmp_path) -> None:
+    compile_all(tmp_path, LOW_RANK)
+
+
+def compile_all(tmp_path, script: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    (tmp_path / "compiled.py").write_text(
-        COMPILED.replace("IS_SET", str(is_set))
-    )  # Triton reads the source of what it compiles
+    (tmp_path / "compiled.py").write_text(script)  # Triton reads the source of what it compiles
     command = [sys.executable, str(tmp_path / "compiled.py")]
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)

@@ -157,7 +157,6 @@ class Pigeon(MemoryTransport):
 
     name = "pigeon"
     crosses_processes = True
-    crosses_hosts = True
     is_pushed = True
     sent: ClassVar[dict[str, torch.Tensor]] = {}
 

@@ -215,7 +215,7 @@ class NativeEngine:
         if held is not None:
             assert core.adapter is not None
             applied = core.adapter.applying([(held.tensors, None)])
-        with applied:
+        with core.runner.in_order(), applied:
             return score_packed(core.model, core.head, rollouts, budget=_SCORE_TOKENS, **how)
 
     # Pausing and sleeping

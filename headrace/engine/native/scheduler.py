@@ -129,7 +129,7 @@ class Scheduler:
             runner.add_block(slot, index, block)
         active = active[self._is_decoding[active]]
         if slots.held:  # rows of one adapter side by side are computed together
-            active = active[np.argsort(slots.held_version[active], kind="stable")]
+            active = active[np.argsort(-slots.held_version[active], kind="stable")]  # the newest, which padding has, last
         return active
 
     def _free_a_block(self, request: Request) -> bool:

@@ -28,20 +28,22 @@ if TYPE_CHECKING:
     from headrace.model import Adapter, Target
     from headrace.records import Array
 
-_TILE = 128  # inputs of a program's loop
-
 
 class _Sizes(NamedTuple):
-    """How the two products are split into programs, measured on an H200 with rank 32 (`headrace bench lora`)."""
+    """How the two products are split into programs."""
 
     rows: int
     split: int  # inputs of a program of the first product
+    tile: int  # of which it multiplies so many at once
     columns: int  # outputs of a program of the second
-    warps: int
 
 
-def _sizes(rows: int, width: int) -> _Sizes:
-    return _Sizes(64, width, 128, 4) if rows > 512 else _Sizes(16 if rows <= 64 else 32, 256, 64, 4)
+def _sizes(rows: int, width: int, rank_pad: int) -> _Sizes:
+    """Measured on an H200 with rank 32 (`headrace bench lora`); higher ranks take smaller tiles, to fit shared memory."""
+    tile = 128 if rank_pad <= 64 else 64 if rank_pad <= 128 else 32
+    if rows > 512:
+        return _Sizes(64 if rank_pad <= 64 else 32, width, tile, 128 if rank_pad <= 64 else 64 if rank_pad <= 128 else 32)
+    return _Sizes(16 if rows <= 64 else 32, 256, tile, 64 if rank_pad <= 128 else 32)
 
 
 @torch.library.custom_op("headrace::add_low_rank", mutates_args=())
@@ -53,18 +55,19 @@ def add_low_rank(
     All matrices have the same stride between places."""
     given, flat = output.reshape(-1, output.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
     (rows, width), rank, widths = flat.shape, downs[0].shape[1], [up.shape[1] for up in ups]
-    sizes, rank_pad = _sizes(rows, width), max(16, triton.next_power_of_2(rank))
-    share = triton.cdiv(min(sizes.split, width), _TILE) * _TILE
+    rank_pad = max(16, triton.next_power_of_2(rank))
+    sizes = _sizes(rows, width, rank_pad)
+    share = triton.cdiv(min(sizes.split, width), sizes.tile) * sizes.tile
     splits, tiles = triton.cdiv(width, share), [triton.cdiv(each, sizes.columns) for each in widths]
     between = flat.new_empty((splits, rows, len(downs) * rank_pad), dtype=torch.float32)  # to be summed over the splits
     out = torch.empty_like(given)
     same: dict[str, Any] = {
-        "RANK": rank, "RANK_PAD": rank_pad, "ROWS": sizes.rows, "num_warps": sizes.warps,
+        "RANK": rank, "RANK_PAD": rank_pad, "ROWS": sizes.rows,
         "PRECISION": "ieee" if flat.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     down_kernel[(triton.cdiv(rows, sizes.rows), len(downs), splits)](
         flat, *[*downs, *downs[:1] * 2][:3], places, between,
-        rows, width, share, flat.stride(0), downs[0].stride(0), between.stride(1), TILE=_TILE, **same,
+        rows, width, share, flat.stride(0), downs[0].stride(0), between.stride(1), TILE=sizes.tile, **same,
     )  # fmt: skip
     up_kernel[(triton.cdiv(rows, sizes.rows), sum(tiles))](
         given, between, *[*ups, *ups[:1] * 2][:3], places, out,
@@ -147,10 +150,12 @@ class AdapterBank:
         return len({id(each) for each in held.values()}) >= len(self._memory)
 
     def grow(self) -> None:
-        """Twice as many places, in other memory: nothing may run."""
+        """Twice as many places, in other memory: no step may run."""
         before = self._memory
         self._allocate(2 * len(before))
         self._memory[1 : len(before)] = before[1:]
+        if before.is_cuda:
+            torch.cuda.synchronize(before.device)  # an update that is being received may read the newest version
         for model in self._models:
             self._point(model)
 

@@ -50,9 +50,11 @@ class GraphCapture:
             self._thread.start()
 
     def restart(self) -> None:
-        """Capture all graphs again, for they were forgotten: something has moved, and they held its old address. Their memory
-        went with them."""
-        self._pool = None
+        """Forget all graphs and capture them again: something has moved, and they hold its old address."""
+        with self._buckets.lock:
+            for bucket in self._buckets.all():
+                bucket.graphs.clear()
+            self._pool = None  # freed with the graphs
         started, self._started = self._started, set()
         for is_restricted in sorted(started):
             self.start(is_restricted=is_restricted)
@@ -143,9 +145,12 @@ class GraphCapture:
             scratch.run(self._twin, is_restricted)
         tried_on.synchronize()
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, stream=captured_on, capture_error_mode="thread_local"):
+        pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=pool, stream=captured_on, capture_error_mode="thread_local"):
             allowed = bucket.run(self._twin, is_restricted)
         with self._buckets.lock:
             if self._state.stops is stops:  # else the graph points at freed memory; `restart` captures it again
-                bucket.graphs[is_restricted] = (graph, allowed)
+                bucket.graphs[is_restricted], self._pool = (
+                    (graph, allowed),
+                    pool,
+                )  # a pool that no graph uses cannot be used again

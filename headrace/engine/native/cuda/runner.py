@@ -255,23 +255,17 @@ class CudaRunner(Runner):
 
     def _place_adapters(self, bank: AdapterBank) -> None:
         self._has_new_adapters = False
-        while bank.lacks_room(self._slots.held):
+        if bank.lacks_room(self._slots.held):
             self.suspend()
-            bank.grow()
-            self._forget_graphs()
-            self.resume()
+            while bank.lacks_room(self._slots.held):
+                bank.grow()
             self.graphs.restart()
+            self.resume()
         places = bank.choose_places(self._slots.held)
         if places is not None:
             buffer = self._borrow(len(places))
             buffer.numpy()[: len(places)] = places
             bank.places.copy_(buffer[: len(places)], non_blocking=True)
-
-    def _forget_graphs(self) -> None:
-        """They hold an address that has changed."""
-        with self.buckets.lock:
-            for bucket in self.buckets.all():
-                bucket.graphs.clear()
 
     def _widen_stops(self, width: int) -> None:
         """Make room for more stop tokens; graphs hold the old address and are captured again."""
@@ -279,7 +273,6 @@ class CudaRunner(Runner):
         wider[:, : self._state.stops.shape[1]] = self._state.stops
         self._stream.synchronize()  # no graph is running
         self._state.stops = wider
-        self._forget_graphs()
         self.graphs.restart()
 
     def _launch_decode(self, decoding: Array) -> _Part:
