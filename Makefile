@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
-PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test test-all lint bench vllm clean
 
@@ -15,14 +15,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 quickstart: $(VENV)/.ready
 	$(BIN)/headrace train recipes/quickstart.toml
 
-# What a contributor runs: all but the tests marked `long`. Three at a time: on two cores, one of them mostly waits.
+# What a contributor runs: all but the tests marked `long`.
 test: lint
-	$(PYTEST) -n 3 -m 'not long'
+	$(PYTEST) -m 'not long'
 
 # And the long ones: a real vLLM server, processes killed in many ways, every benchmark whole. Where vLLM is named so, tests that
 # need it fail without it instead of being skipped.
 test-all: test $(VLLM)/.ready
-	HEADRACE_TEST_VLLM=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -n 2 -m long
+	HEADRACE_TEST_VLLM=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m long
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

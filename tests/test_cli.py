@@ -195,6 +195,7 @@ def test_an_error_in_the_users_code_is_shown_where_it_happened(tmp_path) -> None
     assert f"in {tmp_path / 'mine.py'}:2, loss: return tokens.absent, {{}}" in done.stderr
 
 
+@pytest.mark.long
 def test_a_pipe_that_closes_early_is_no_error(tmp_path) -> None:
     result = small_run(tmp_path / "run", steps=1)
     command = f"{sys.executable} -m headrace.cli inspect {result.folder} | head -1"

@@ -233,6 +233,7 @@ def test_stopped_while_it_starts_it_leaves_nothing(tmp_path):
     assert not any(map(is_alive, roles)) and not run.leftovers()
 
 
+@pytest.mark.long
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     run = start(tmp_path, ENDLESS)
     run.wait_for_version(1)

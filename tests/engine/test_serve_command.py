@@ -211,6 +211,7 @@ def test_loopback_has_several_names() -> None:
             assert url_of(listener).startswith("http://[::1]:")
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_ends_the_server_with_status_1(tmp_path: Path) -> None:
     """A decode thread that fails cannot be waited for: whoever waits is told, and the process ends."""
     script = (

@@ -85,6 +85,7 @@ def test_a_process_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
     child.beat()  # does nothing
 
 
+@pytest.mark.long
 def test_a_reward_that_blocks_the_event_loop_for_many_heartbeats_loses_nobody(tmp_path: Path) -> None:
     """An async reward runs on the launcher's event loop; this one holds it as a breakpoint would."""
     calls = 0

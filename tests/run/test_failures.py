@@ -283,6 +283,7 @@ def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number):
     again.wait()
 
 
+@pytest.mark.long
 def test_a_killed_process_loses_no_checkpoint(tmp_path):
     folder = tmp_path / "run"
     script = SCRIPT.format(helpers=HELPERS, folder=str(folder)).replace('"every": 1000', '"every": 1')
