@@ -248,6 +248,7 @@ class OutOfMemoryError(RuntimeError):
     """Its name is all that counts."""
 
 
+@pytest.mark.long
 def test_what_goes_wrong_with_trl_is_one_line(tmp_path, capsys):
     plan = dataclasses.replace(PLAN, warmups=0, steps=2)
     assert list(step.measure_trl(plan, str(tmp_path / "absent"), tmp_path, Peers())) == []

@@ -245,9 +245,9 @@ def test_vllm_answers_from_its_own_process_whatever_it_prints(fake_vllm) -> None
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("loading", "vLLM: it has ended: RuntimeError: no kernel image for this GPU"),
+        pytest.param("loading", "vLLM: it has ended: RuntimeError: no kernel image for this GPU", marks=pytest.mark.long),
         ("answering", "vLLM: it has ended: out of memory"),
-        ("short", "vLLM: 2 tokens where 4 were asked for"),
+        pytest.param("short", "vLLM: 2 tokens where 4 were asked for", marks=pytest.mark.long),
     ],
 )
 def test_what_goes_wrong_with_vllm_is_one_line(fake_vllm, monkeypatch, how, message) -> None:

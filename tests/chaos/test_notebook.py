@@ -38,7 +38,8 @@ def start(tmp_path: Path) -> Running:
     return Running(process, tmp_path / "run", command)
 
 
-@pytest.mark.parametrize("version", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("version", [0, 3])
 def test_an_interrupt_ends_it_whenever_it_comes(tmp_path, version):
     run = start(tmp_path)
     assert wait_until(lambda: len(run.roles()) == 2)

@@ -178,7 +178,8 @@ def test_with_its_restarts_spent_an_engine_is_done_without(tmp_path):
     assert read_metrics(run.folder / "metrics.jsonl")[-1]["engines"] == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop_it_saves_and_leaves_nothing(tmp_path, number):
     run = start(tmp_path, ENDLESS)
     run.wait_for_version(5)

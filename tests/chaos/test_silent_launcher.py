@@ -9,6 +9,7 @@ from faults import is_alive, start, wait_until
 from safetensors import safe_open
 
 
+@pytest.mark.long
 def test_its_processes_end_by_themselves_and_the_trainer_saves_first(tmp_path):
     run = start(tmp_path, "--heartbeat=4", "--steps=100000", "--checkpoint.every=100000")
     run.wait_for_version(5)

@@ -293,6 +293,7 @@ def test_a_receiver_that_is_killed_midway(ended):
     note(ended, "receiver killed", error)
 
 
+@pytest.mark.long
 @every(BETWEEN)
 def test_a_sender_that_is_killed_midway(ended):
     """While it packs; and, where bytes pass between processes that live, while they do."""

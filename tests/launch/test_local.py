@@ -181,6 +181,7 @@ def test_long_rollouts_live_across_versions(tmp_path):
     assert max(spans) >= 2, "no rollout saw two versions"
 
 
+@pytest.mark.long
 def test_two_engines_share_the_work(tmp_path):
     run = local_run(tmp_path / "run", engine={"slots": 4, "count": 2}, observe={"keep_rollouts_every": 1}, held_out=None)
     engines = {call.engine for step in range(1, 7) for r in read_rollouts(run.folder, step=step)[1] for call in r.calls}
@@ -296,6 +297,7 @@ def test_corrections_over_several_steps_a_version(tmp_path):
     assert run.summary["accounting"]["trained"] == 80
 
 
+@pytest.mark.long
 def test_what_is_trained_when_something_else_fails_is_kept(tmp_path):
     """A reward breaks while the trainer is at work: what it was asked for is trained, saved, and not trained again."""
     (tmp_path / "slow_loss.py").write_text(SLOW_LOSS)

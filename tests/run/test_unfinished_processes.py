@@ -22,21 +22,17 @@ SLOW = {
 """Rollouts that take seconds: engines tell of them while they grow."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
         {"staleness": {"max_lag": 1}, "partial": {"cancel": "over_age"}},
-        pytest.param(
-            {
-                "staleness": {"max_lag": 2},
-                "buffer": {"kind": "synchronous"},
-                "partial": {"interrupt": "abort", "oversample": 2.0, "cancel": "over_age"},
-            },
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"staleness": {"max_lag": 2}, "partial": {"interrupt": "abort", "oversample": 1.5}}, marks=pytest.mark.long
-        ),
+        {
+            "staleness": {"max_lag": 2},
+            "buffer": {"kind": "synchronous"},
+            "partial": {"interrupt": "abort", "oversample": 2.0, "cancel": "over_age"},
+        },
+        {"staleness": {"max_lag": 2}, "partial": {"interrupt": "abort", "oversample": 1.5}},
     ],
     ids=["cancel", "in turn, recycle", "recycle"],
 )

@@ -120,7 +120,7 @@ KINDS = {
 """How the requests of one batch are drawn, in turn."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("whole", marks=pytest.mark.long), "cut"])
 def test_the_kernels_draw_what_the_plain_engine_draws(kind: str) -> None:
     """Siblings, prompts longer than a step, fewer slots than requests, and too few blocks for all that run."""
     results = []
