@@ -45,7 +45,7 @@ def measure(run: Running) -> dict[str, float]:
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     checkpoints = [path for path in files if "checkpoints" in path.parts]
     found["run folder but for checkpoints, files"] = len(files) - len(checkpoints)
-    found["checkpoints, folders"] = len({path.parent for path in checkpoints})
+    found["checkpoints, folders"] = len({path.parts[path.parts.index("checkpoints") + 1] for path in checkpoints})
     found["checkpoints, MB"] = sum(path.stat().st_size for path in checkpoints if path.exists()) / 1e6
     found["sockets and segments, in shared memory"] = sum(
         len(list(path.iterdir())) if path.is_dir() else 1 for path in run.leftovers()

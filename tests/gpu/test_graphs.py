@@ -169,6 +169,8 @@ def test_captured_steps_of_compiled_layers_record_which_experts_they_took() -> N
         pairs = zip(again, rollouts, strict=True)
         apart.append(np.concatenate([np.abs(one - each.logprobs)[each.is_sampled] for one, each in pairs]).mean())
     assert apart[0] < 0.05 < 0.3 < apart[1]
+    unrecorded = generate(make_core(graphs=True, is_moe=True))
+    assert all(rollout.expert_routing is None for rollout in unrecorded.values())
 
 
 def test_what_min_tokens_forbids_is_recorded_under_graphs() -> None:

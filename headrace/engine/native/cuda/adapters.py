@@ -39,7 +39,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(rows: int, width: int, rank_pad: int) -> _Sizes:
-    """Measured on an H200 with rank 32 (`headrace bench lora`); higher ranks take smaller tiles, to fit shared memory."""
+    """The fastest of those tried on an H200 with rank 32; higher ranks take smaller tiles, to fit shared memory."""
     tile = 128 if rank_pad <= 64 else 64 if rank_pad <= 128 else 32
     if rows > 512:
         return _Sizes(64 if rank_pad <= 64 else 32, width, tile, 128 if rank_pad <= 64 else 64 if rank_pad <= 128 else 32)
