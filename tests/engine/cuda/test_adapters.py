@@ -106,7 +106,7 @@ def leased(*, kernels: bool) -> dict[str, Rollout]:
 
     def submit(name: str) -> None:
         given = Request(
-            Rollout.from_prompt(prompt(3), id=name), Sampling(max_tokens=3), on_done=lambda r: done.update({r.id: r})
+            Rollout.from_prompt(prompt(3), id=name), Sampling(max_tokens=4), on_done=lambda r: done.update({r.id: r})
         )
         core.submit(given)
         core.step()
@@ -118,6 +118,7 @@ def leased(*, kernels: bool) -> dict[str, Rollout]:
     replaced = core.exchange_weights(spare, keep=True)
     assert replaced is not None
     core.changed_weights(policy="p", lineage="l", version=1, held=HeldAdapter(0, replaced.views, replaced.memory))
+    core.step()  # with nobody new in the batch
     submit("after")
     finish(core)
     return done
