@@ -23,7 +23,7 @@ from headrace.settings import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from headrace.envs import Environment
+    from headrace.envs import Environment, Session, agent
     from headrace.launch import EvaluationResult, Launch, RunHandle, RunResult, UserInputs
     from headrace.run import Callback
 else:
@@ -38,7 +38,9 @@ __all__ = [
     "Episode",
     "Recipe",
     "Rollout",
+    "Session",
     "WeightUpdate",
+    "agent",
     "evaluate",
     "load_recipe",
     "merge",
@@ -56,7 +58,8 @@ def train(
     reward_weights: list[float] | None = None,
     steps: int | None = None,
     held_out: Any = None,  # noqa: ANN401  (as tasks)
-    environment: Any = None,  # noqa: ANN401  (an object with `run(task, client)`)
+    environment: Any = None,  # noqa: ANN401  (an object with `run(task, client)`, its class, or a recipe's section)
+    tools: Sequence[Any] | None = None,
     sampler: Any = None,  # noqa: ANN401  (a class or function, or a recipe's section)
     callbacks: Sequence[Any] = (),
     recipe: str | Path | None = None,
@@ -75,9 +78,11 @@ def train(
     list of names, dicts or (source, weight) pairs; other columns are passed to the reward. `reward` has TRL's batch
     signature or is `f(prompt, completion, **row)`, or a name, `"module:f"`; a list is summed with `reward_weights`; a dict is
     the recipe's reward section, whose `functions` may be functions: `reward={"functions": f, "timeout": 5, "workers": 4}`.
-    `held_out` tasks are evaluated, never trained. `sampler` is a class that chooses the tasks (docs/rewards.md), or a dict, the
-    recipe's sampler section. Any other section of a recipe is a keyword argument, `train={"learning_rate": 1e-5}`, and
-    overrides the file `recipe` if given. `callbacks` are objects with some of the methods of `headrace.Callback`. `fresh`
+    `held_out` tasks are evaluated, never trained. `tools` are functions or classes that the policy may call over several turns,
+    and `environment` an object or class of your own that runs a task, or a dict, the recipe's section (docs/environments.md).
+    `sampler` is a class that chooses the tasks (docs/rewards.md), or a dict, the recipe's sampler section. Any other section of
+    a recipe is a keyword argument, `train={"learning_rate": 1e-5}`, and overrides the file `recipe` if given. `callbacks` are
+    objects with some of the methods of `headrace.Callback`. `fresh`
     starts a new run even if the same call would resume an unfinished one, `resume_anyway` resumes one although its tasks or
     model have been edited; `quiet` prints nothing. Ctrl-C saves, then raises `KeyboardInterrupt`.
     """
@@ -112,9 +117,11 @@ def start(model: str | Path | dict[str, Any] | None = None, **arguments: Any) ->
 def _parse(given: Mapping[str, Any]) -> tuple[Recipe, UserInputs, Launch]:
     """Recipe, inputs and options from the arguments of `train`."""
     overrides, reward = _overrides(given["settings"], given["reward"], given["reward_weights"])
-    sampler, model, recipe = (given[name] for name in ("sampler", "model", "recipe"))
+    sampler, environment, model, recipe = (given[name] for name in ("sampler", "environment", "model", "recipe"))
     if isinstance(sampler, dict):
         overrides["sampler"], sampler = sampler, None
+    if isinstance(environment, dict):
+        overrides["environment"], environment = environment, None
     if model is not None:
         overrides["model"] = model if isinstance(model, dict) else {"path": str(model)}
     if given["steps"] is not None:
@@ -135,8 +142,8 @@ def _parse(given: Mapping[str, Any]) -> tuple[Recipe, UserInputs, Launch]:
         quiet=given["quiet"],
         callbacks=tuple(given["callbacks"]),
     )
-    as_given = {name: given[name] for name in ("tasks", "held_out", "environment")}
-    return parsed, UserInputs(**as_given, **examples, reward=reward, sampler=sampler), how
+    as_given = {name: given[name] for name in ("tasks", "held_out", "tools")}
+    return parsed, UserInputs(**as_given, **examples, reward=reward, sampler=sampler, environment=environment), how
 
 
 def evaluate(
@@ -146,6 +153,7 @@ def evaluate(
     reward: Any = None,  # noqa: ANN401  (as in train)
     reward_weights: list[float] | None = None,
     environment: Any = None,  # noqa: ANN401  (as in train)
+    tools: Sequence[Any] | None = None,
     recipe: str | Path | None = None,
     against: str | Path = "",
     **settings: Any,  # noqa: ANN401  (sections of a recipe)
@@ -157,13 +165,15 @@ def evaluate(
     `against` is another model, or the JSON file of an earlier evaluation: the result then has paired differences.
     """
     overrides, reward = _overrides(settings, reward, reward_weights)
+    if isinstance(environment, dict):
+        overrides["environment"], environment = environment, None
     if isinstance(model, dict):
         overrides["model"], model = model, str(model.get("path", ""))
     try:
         from headrace.launch import UserInputs, evaluate as launch_evaluation
 
         parsed = None if recipe is None else load_recipe(recipe, overrides)
-        inputs = UserInputs(held_out=held_out, reward=reward, environment=environment)
+        inputs = UserInputs(held_out=held_out, reward=reward, environment=environment, tools=tools)
         return launch_evaluation(str(model), parsed, inputs, overrides=overrides, against=str(against))
     except Exception as error:
         if not is_ours(error):

@@ -118,6 +118,13 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--rollout", help="its id (default: the best and the worst of the step)")
     inspect.set_defaults(run=_inspect)
 
+    envs = commands.add_parser(
+        "envs",
+        help="list packages with environments, whether they are installed, and how to name them",
+        description="List the packages whose environments run here, the version installed, and what to write in a recipe.",
+    )
+    envs.set_defaults(run=_envs)
+
     _add_serve(commands)
     add_bench_command(commands)
     return parser
@@ -230,6 +237,13 @@ def _merge(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     return _told(lambda: print(f"merged     {merge(options.model, options.out)}"))
 
 
+def _envs(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    from headrace.envs import list_adapters
+
+    print("\n".join(list_adapters()))
+    return 0
+
+
 def _doctor(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from headrace.plan import Subject, examine, render
 
@@ -300,25 +314,23 @@ def _token_text(folder: Path) -> Any:  # noqa: ANN401  (a function from token id
 def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from headrace.engine import bind
 
-    api_token, control_token = _token(options.api_token_file, "API"), _token(options.control_token_file, "CONTROL")
-    if api_token is not None and api_token == control_token:
+    options.api_token = _token(options.api_token_file, "API")
+    options.control_token = _token(options.control_token_file, "CONTROL")
+    if options.api_token is not None and options.api_token == options.control_token:
         raise ConfigError("the API token and the control token are the same; a client's token must not give access to /control")
     for name, least in (("slots", 1), ("queue", 0), ("context", 0), ("threads", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} {getattr(options, name)}: must be ≥ {least}")
     if options.model.startswith((".", "/", "~")) and not Path(options.model).exists():
         raise ConfigError(f"model {options.model!r}: the folder does not exist")
-    adapters = _adapters(options)
-    listener = bind(options.host, options.port, has_token=api_token is not None)
+    options.name = options.name or options.model
+    options.adapters = _adapters(options)
+    listener = bind(options.host, options.port, has_token=options.api_token is not None)
 
-    from headrace.launch import ServeOptions, serve
+    from headrace.launch import serve
 
-    names = ("model", "host", "slots", "queue", "context", "dtype", "device", "threads")
-    given = {name: getattr(options, name) for name in names}
-    given |= {"api_token": api_token, "control_token": control_token, "adapters": adapters}
-    how = ServeOptions(**given, name=options.name or options.model)
     try:
-        return serve(how, listener)
+        return serve(options, listener)
     except RuntimeError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return 1
@@ -331,7 +343,7 @@ def _adapters(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
         name, _, folder = given.partition("=")
         if not (name and folder):
             raise ConfigError(f"--adapter {given}: write NAME=FOLDER, such as --adapter math=runs/math/checkpoints/step-100")
-        if name in found or name == (options.name or options.model):
+        if name in found or name == options.name:
             raise ConfigError(f"--adapter {given}: {name!r} is taken; give each adapter a name of its own")
         if not Path(folder).is_dir():
             raise ConfigError(f"--adapter {given}: the folder does not exist")

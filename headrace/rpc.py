@@ -25,6 +25,7 @@ from headrace.records import frames
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Awaitable, Callable, Mapping
 
     Handler = Callable[..., Awaitable[Any]]
@@ -145,9 +146,15 @@ class Peer:
     """Calls and notices over a stream. `run` reads until the stream closes; then every open call fails."""
 
     def __init__(
-        self, stream: Stream, *, calls: Mapping[str, Handler] | None = None, notices: Mapping[str, OnNotice] | None = None
+        self,
+        stream: Stream,
+        *,
+        calls: Mapping[str, Handler] | None = None,
+        notices: Mapping[str, OnNotice] | None = None,
+        max_bytes: int = frames.MAX_FRAME,
     ) -> None:
-        self.stream = stream
+        """`max_bytes`: of what the other end may send at once."""
+        self.stream, self._max_bytes = stream, max_bytes
         self.calls, self._notices = dict(calls or {}), dict(notices or {})
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._has_ended = False
@@ -178,7 +185,7 @@ class Peer:
         `WireError` here and `StreamClosed` in the open calls."""
         try:
             while True:
-                self._handle(await self.stream.receive())
+                self._handle(await self.stream.receive(max_bytes=self._max_bytes))
         except BaseException as error:
             self._has_ended = True
             is_unreadable = isinstance(error, frames.WireError)
@@ -226,6 +233,11 @@ def socket_place() -> Path:
     """The parent of socket folders: the system's temporary folder, or /tmp if that path is too long for a socket."""
     is_short = len(tempfile.gettempdir()) < _LONGEST_UNIX_PATH - len(_LONGEST_SOCKET_NAME)
     return Path(tempfile.gettempdir() if is_short else "/tmp")
+
+
+async def open_socket(connection: socket.socket) -> Stream:
+    """A stream over a connected socket, such as one end of a pair."""
+    return Stream(*await asyncio.open_connection(sock=connection, limit=_READ_AHEAD))
 
 
 class Listener:

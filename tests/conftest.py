@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -27,6 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes come first: two workers then end at about the same time."""
     slow = ("tests/run", "tests/launch", "tests/chaos", "tests/bench")
     items.sort(key=lambda item: not item.nodeid.startswith(slow))
+
+
+def pytest_collection_finish() -> None:
+    """Half a million objects of the libraries are not traversed again with every collection, of which each run makes one."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # Triton complains about objects that outlive it
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -102,13 +102,15 @@ def assert_same_draws(left: Rollout, right: Rollout) -> None:
 
 
 def assert_nothing_is_held(core: EngineCore) -> None:
-    """Every block, slot and pin is given back, and nobody waits."""
+    """Every block and slot is given back, each block once, and nobody waits."""
     scheduler = core.scheduler
     assert core.num_running == core.num_waiting == core.num_started == 0
     assert not core.has_work
     assert core.num_free_blocks == core.cache.num_blocks - 1
     assert sorted(scheduler._free_slots) == list(range(core.num_slots))
-    assert not scheduler.pins.by_id and scheduler.pins.num_blocks == 0
+    pool = scheduler.pool
+    assert sorted([*pool._free, *pool._idle]) == list(range(1, pool.num_blocks))
+    assert pool._idle.keys() == pool._key_of.keys() | pool._keepers.keys()
     assert not scheduler._computing and not scheduler._leaders
     assert not scheduler._is_decoding.any() and not scheduler.slots.in_flight.any()
     assert not any(scheduler.pool._references)

@@ -20,7 +20,8 @@ from headrace.sync.table import PAYLOADS, TRANSPORTS
 
 PACKAGE = Path(__file__).parents[1] / "headrace"
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
-VENDORS = {"vllm", "ray", "wandb", "tensorboard", "datasets", "pyarrow", "peft", "trl", "reasoning_gym"}
+VENDORS = {"vllm", "ray", "wandb", "tensorboard", "datasets", "pyarrow", "peft", "trl", "reasoning_gym", "math_verify", "mcp"}
+VENDORS |= {"gymnasium", "openenv", "verifiers"}
 
 
 def imports(path: Path, *, at_run_time: bool) -> set[str]:
@@ -112,7 +113,7 @@ def choices(section: type, prefix: str = "") -> dict[str, tuple[set[str], set[st
 
 ALL_CHOICES = choices(Recipe) | {"train.loss": (set(LOSSES), {"trainer", "algorithms"})}
 STILL_SPELLED = {
-    "bench/partial.py: partial.interrupt or partial.kv",  # the name of the row that the others are compared with
+    "bench/partial.py: partial.interrupt",  # the name of the row that the others are compared with
     "bench/sync.py: sync.transport",  # the rows that it compares
 }
 """`file: setting` of each place that spells another room's choice because it cannot ask yet."""

@@ -104,7 +104,13 @@ def running(model: str, log: Path) -> Iterator[Running]:
 
 @contextlib.asynccontextmanager
 async def served(
-    model_path: str, *, sync: WeightSync, slots: int, context: int, decode: Callable[[list[int]], str] | None
+    model_path: str,
+    *,
+    sync: WeightSync,
+    slots: int,
+    context: int,
+    decode: Callable[[list[int]], str] | None,
+    records_entropy: bool = False,
 ) -> AsyncIterator[tuple[VllmEngine, VllmApi]]:
     """An engine over the server, which knows nothing of those before it."""
     assert _running is not None
@@ -130,6 +136,7 @@ async def served(
         timeline=Timeline("engine"),
         decode=decode,
         end_ids=stop_tokens(model.generation_config, load_tokenizer(model_path)),
+        records_entropy=records_entropy,
     )
     engine.start()
     try:

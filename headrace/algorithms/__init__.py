@@ -17,6 +17,9 @@ if TYPE_CHECKING:
         normalised,
         sum_of_normalised,
         token_rewards,
+        turn_advantages,
+        turn_gae,
+        turns_of,
     )
     from headrace.algorithms.columns import COMPUTED, ENTROPY, PROXIMAL, REFERENCE, RETURNS, REWARDS, TEACHER, VALUES
     from headrace.algorithms.corrections import BATCH_WIDE, CORRECTIONS

@@ -31,6 +31,12 @@ class AdvantageTraits:
     made_from: str = ""  # the column that per-token advantages are computed from; empty if each rollout has one advantage
     uses_rewards: bool = True
     kl_is_per_token: bool = False  # a KL in the reward counts for the tokens up to its own, as in REINFORCE++
+    is_per_turn: bool = False  # all tokens of a turn have the same advantage, and another than those of other turns
+
+    @property
+    def uses_step_rewards(self) -> bool:
+        """Whether it looks at more than the reward of the whole episode."""
+        return self.learns_values or self.is_per_turn
 
     @property
     def learns_values(self) -> bool:
@@ -57,6 +63,8 @@ ADVANTAGES = {
     "global": AdvantageTraits(("batch", "none"), kl_is_per_token=True),
     "reward": AdvantageTraits(("none", "batch")),
     "gae": AdvantageTraits(("batch", "none"), made_from=VALUES, kl_is_per_token=True),
+    "turn": AdvantageTraits(("group", "none"), compares_siblings=True, is_per_turn=True),
+    "turn_gae": AdvantageTraits(("batch", "none"), made_from=VALUES, kl_is_per_token=True, is_per_turn=True),
     "distill": AdvantageTraits(("none",), made_from=TEACHER, uses_rewards=False),
 }
 

@@ -24,6 +24,7 @@ BENCHES = {
     "moe": "a mixture of experts in engine and trainer, against a dense model of equal active parameters, and vLLM",
     "lora": "an adapter's cost in decoding and publishing, and logprobs of engine and trainer with one, live and merged",
     "step": "whole RL steps, synchronous and asynchronous, against TRL with vLLM",
+    "episodes": "episodes of eight turns with slow tools: slots busy, prompt tokens computed, async, sync and TRL's tool loop",
     "trl": "the quickstart with TRL and with Headrace: seconds until it is learned",
     "vllm": "a vLLM server as the engine, against the native one: tokens a second, logprobs, updates in flight",
 }
@@ -35,6 +36,7 @@ BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"help": "engine, sync, trl, vllm: a Hugging Face folder to measure with"},
     "device": {"choices": ["auto", "cpu", "cuda"], "help": "partial: where to run (default: auto, a GPU if there is one)"},
     "lengths": {"choices": ["8k", "32k"], "help": "step: measure completions with a long tail up to this many tokens"},
+    "slots": {"type": int, "help": "episodes: rollouts decoded at once (default: 256 on a GPU, 32 on a CPU)"},
     "only": {"help": "lora, sparse, trainer, step: the parts to measure, separated by commas; a wrong name lists them"},
 }
 """Options that only some benchmarks have: those their help begins with."""

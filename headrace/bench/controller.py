@@ -185,7 +185,8 @@ async def _echo(address: str) -> None:
         rollouts = unpack_rollouts(value["rollouts"])
         unpack_samplings(value["samplings"])
         finished = [done.replace(id=r.id, episode=r.episode, group=r.group, index=r.index) for r in rollouts]
-        data.notify("done", {"keys": value["keys"], "rollouts": pack_rollouts(finished)})
+        starts = np.zeros(len(finished), dtype=np.int64)
+        data.notify("done", {"keys": value["keys"], "starts": starts, "rollouts": pack_rollouts(finished)})
         data.notify("pull", len(rollouts))
 
     control = Peer(await connect(address, token=_TOKEN, name="engine-0", channel="control"))

@@ -102,7 +102,8 @@ class ReportingEngine:
         ended = [key for key, (_, sampling) in self._calls.items() if self._sampled[key] == sampling.max_tokens]
         if ended:
             done = [finished(self._calls.pop(key)[0], np.full(self._sampled.pop(key), 7), lineage="bench") for key in ended]
-            self._tell("done", {"keys": np.array(ended, dtype=np.int64), "rollouts": pack_rollouts(done)})
+            keys, starts = np.array(ended, dtype=np.int64), np.zeros(len(ended), dtype=np.int64)
+            self._tell("done", {"keys": keys, "starts": starts, "rollouts": pack_rollouts(done)})
             self._tell("pull", len(ended))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from transformers import Qwen3ForCausalLM
 
 from headrace.bench.loads import Workload
 from headrace.bench.measure import seconds_of
-from headrace.engine import EngineCore, Request
+from headrace.engine import EngineCore, HeldAdapter, Request
 from headrace.model import ModelSettings, build_config, build_tokenizer, load_model, prepare
 from headrace.records import Rollout, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from transformers import PreTrainedModel
 
@@ -47,14 +48,16 @@ class Turn:
         return sum(rollout.num_sampled for rollout in self.rollouts) / self.seconds
 
 
-def generate(core: EngineCore, workload: Workload, *, seed: int) -> Turn:
-    """Submit a whole workload and step until every request has all its tokens."""
+def generate(core: EngineCore, workload: Workload, *, seed: int, versions: Sequence[HeldAdapter | None] = (None,)) -> Turn:
+    """Submit a whole workload and step until every request has all its tokens. Requests take turns with the versions of the
+    adapter, if the model has one."""
     done: dict[str, Rollout] = {}
 
     def on_done(rollout: Rollout) -> None:
         done[rollout.id] = rollout
 
-    requests = [Request(*request, on_done=on_done) for request in workload.requests(seed=seed)]
+    held = itertools.cycle(versions)
+    requests = [Request(*request, on_done=on_done, held=next(held)) for request in workload.requests(seed=seed)]
     prompt_tokens = sum(len(prompt) for prompt in workload.prompts)
     steps: list[StepRecord] = []
     sampled_before = core.num_sampled

@@ -22,23 +22,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.bench.engine_native import Turn, generate
 from headrace.bench.harness import Row, default_device, run_parts, take_turns
 from headrace.bench.loads import QWEN3_0_6B, QWEN3_8B, Load, write_random_model
 from headrace.bench.measure import KL, compare, make_batch, release, wait
 from headrace.bench.step import Peers, measure
 from headrace.bench.step_plan import Variant, make_plan as step_plan
-from headrace.engine import EngineCore, HeldAdapter, Request
+from headrace.engine import EngineCore, HeldAdapter
 from headrace.lora import LoraSettings, adapter_of, merge_adapter
 from headrace.model import ModelSettings, StagedWeights, build_folder, load_model, load_tokenizer, narrow
 from headrace.sync import Lineage, MemoryTransport, SharedMemoryTransport, WeightSync
 from headrace.trainer import DeviceTrainer, TrainSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from transformers import PreTrainedModel
 
-    from headrace.records import Rollout
 
 LORA, VERSIONS = LoraSettings(rank=32, alpha=64.0), 8
 SIZES = ModelSettings(hidden_size=512, num_layers=8, num_heads=8, context=256)
@@ -86,18 +86,18 @@ def run(*, quick: bool, json_file: Path | None, only: str | None = None) -> int:
 def _decode(plan: Plan) -> Iterator[list[Row]]:
     load = plan.load
     plain = _engine(plan, load_model(plan.folder, device=plan.device, dtype=plan.dtype), load)
-    adapted = _engine(plan, _with_adapter(plan), load)
-    assert adapted.adapter is not None
-    own = adapted.adapter.own
+    adapted, leased = (_engine(plan, _with_adapter(plan), load, places=places) for places in (1, VERSIONS))
+    assert leased.adapter is not None
+    own = leased.adapter.own
     held = [
         HeldAdapter(version, {name: tensor + version * 1e-3 for name, tensor in own.items()}) for version in range(1, VERSIONS)
     ]
 
-    def rate(core: EngineCore, versions: list[HeldAdapter | None], turn: int) -> float:
-        return _generate(core, load, seed=turn, versions=versions)[1]
+    def rate(core: EngineCore, more: list[HeldAdapter], turn: int) -> float:
+        return _generate(core, load, seed=turn, versions=[None, *more]).tokens_per_second
 
     seen = take_turns(
-        {"base": partial(rate, plain, []), "one": partial(rate, adapted, []), "eight": partial(rate, adapted, [None, *held])},
+        {"base": partial(rate, plain, []), "one": partial(rate, adapted, []), "eight": partial(rate, leased, held)},
         plan.turns,
         warmups=1,
     )
@@ -108,7 +108,7 @@ def _decode(plan: Plan) -> Iterator[list[Row]]:
         Row("one adapter ÷ base", one / base, "ratio", load.goals.get("one", "")),
         Row(f"{VERSIONS} versions ÷ base", eight / base, "ratio", load.goals.get("eight", "")),
     ]
-    for core in (plain, adapted):
+    for core in (plain, adapted, leased):
         core.close()
     release()
 
@@ -153,7 +153,7 @@ def _mismatch(plan: Plan) -> Iterator[list[Row]]:
     trainer = DeviceTrainer(model, tokenizer=load_tokenizer(plan.folder), settings=TrainSettings(), dtype=dtype)
     adapter = adapter_of(trainer.model)
     assert adapter is not None
-    first, _ = _generate(_engine(plan, _with_adapter(plan), load), load, seed=0)
+    first = _generate(_engine(plan, _with_adapter(plan), load), load, seed=0).rollouts
     advantages = [1.0 if index % 2 else -1.0 for index in range(len(first))]
     for version in range(1, max(plan.versions) + 1):
         trainer.forward_backward(make_batch(first, advantages=advantages))
@@ -171,7 +171,7 @@ def _mismatch(plan: Plan) -> Iterator[list[Row]]:
                     _round(model)
                     narrow(model, dtype)
                 core = _engine(plan, model, load)
-                rollouts, _ = _generate(core, load, seed=version)
+                rollouts = _generate(core, load, seed=version).rollouts
                 core.close()
                 again = trainer.forward(make_batch(rollouts, advantages=advantages))
                 rows += [
@@ -195,8 +195,8 @@ def _step(plan: Plan, *, quick: bool) -> Iterator[list[Row]]:
         yield measure(load, variant, model, Path(folder), peers=Peers())
 
 
-def _engine(plan: Plan, model: PreTrainedModel, load: Load) -> EngineCore:
-    core = EngineCore(model, name="engine", slots=len(load.lengths), context=plan.context)
+def _engine(plan: Plan, model: PreTrainedModel, load: Load, *, places: int = 1) -> EngineCore:
+    core = EngineCore(model, name="engine", slots=len(load.lengths), context=plan.context, adapter_places=places)
     core.wait_warm()
     return core
 
@@ -218,16 +218,5 @@ def _round(model: PreTrainedModel) -> None:
         parameter.copy_(parameter.bfloat16())
 
 
-def _generate(
-    core: EngineCore, load: Load, *, seed: int, versions: list[HeldAdapter | None] | None = None
-) -> tuple[list[Rollout], float]:
-    """(rollouts, tokens a second) of a whole load; requests take turns with the versions."""
-    workload = load.sample(vocabulary=core.head.vocabulary, seed=seed)
-    done: list[Rollout] = []
-    started = time.perf_counter()
-    for index, (prompt, sampling) in enumerate(workload.requests(seed=seed)):
-        held = versions[index % len(versions)] if versions else None
-        core.submit(Request(prompt, sampling, on_done=done.append, held=held))
-    while core.has_work:
-        core.step()
-    return done, workload.num_tokens / (time.perf_counter() - started)
+def _generate(core: EngineCore, load: Load, *, seed: int, versions: Sequence[HeldAdapter | None] = (None,)) -> Turn:
+    return generate(core, load.sample(vocabulary=core.head.vocabulary, seed=seed), seed=seed, versions=versions)

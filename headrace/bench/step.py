@@ -188,7 +188,7 @@ def role_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], mode
         Row(f"{name}: trainer at work, prompts included", tokens / training, "tokens/s"),
     ]
     if plan.device == "cuda":
-        flops = flops_of(model, lengths) * tokens / sum(lengths)
+        flops = flops_of(model, lengths, is_frozen="lora.rank" in variant.settings) * tokens / sum(lengths)
         rows.append(Row(f"{name}: trainer at work, MFU", flops / training / PEAK_FLOPS, "share", bound=1.0))
     return rows
 

@@ -71,6 +71,9 @@ class InstantEngine:
 
     pause = resume = _nothing
 
+    def release(self, rollout_ids: Sequence[str]) -> None:
+        """Nothing is kept."""
+
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         self._version, self._lineage = update.version, update.lineage
 

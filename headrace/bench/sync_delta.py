@@ -41,17 +41,13 @@ class Case:
     """One step and its delta."""
 
     learning_rate: float
-    stats: delta.Stats
+    num_changed: int
+    changed: float
+    """Share of the weights."""
+    full_bytes: int
+    num_bytes: int
     seconds: dict[str, float]
     """Of encoding it, applying it, and copying all weights with as many threads."""
-
-    @property
-    def changed(self) -> float:
-        return self.stats.num_changed / self.stats.num_elements
-
-    @property
-    def ratio(self) -> float:
-        return self.stats.full_bytes / self.stats.num_bytes
 
 
 def measure(*, model: str | None, quick: bool, device: str = "cpu") -> list[Row]:
@@ -67,13 +63,13 @@ def measure(*, model: str | None, quick: bool, device: str = "cpu") -> list[Row]
 
 
 def _rows(name: str, case: Case, goals: dict[str, str]) -> list[Row]:
-    title, stats, seconds = f"delta of {name}, lr {case.learning_rate:.2g}", case.stats, case.seconds
+    title, seconds = f"delta of {name}, lr {case.learning_rate:.2g}", case.seconds
     share = seconds["copy"] / (seconds["encode"] + seconds["apply"])
-    speed = {what: stats.full_bytes / 1e9 / spent for what, spent in seconds.items()}
+    speed = {what: case.full_bytes / 1e9 / spent for what, spent in seconds.items()}
     return [
         Row(f"{title}: weights changed", 100 * case.changed, "%"),
-        Row(f"{title}: full ÷ delta", case.ratio, "×", goals.get("ratio", "")),
-        Row(f"{title}: size per changed weight", 8 * stats.num_bytes / max(stats.num_changed, 1), "bits"),
+        Row(f"{title}: full ÷ delta", case.full_bytes / case.num_bytes, "×", goals.get("ratio", "")),
+        Row(f"{title}: size per changed weight", 8 * case.num_bytes / max(case.num_changed, 1), "bits"),
         Row(f"{title}: encode", speed["encode"], "GB/s", peers={"copy": speed["copy"]}),
         Row(f"{title}: apply", speed["apply"], "GB/s", peers={"copy": speed["copy"]}),
         Row(f"{title}: both, share of a copy's speed", share, "share", goals.get("speed", "")),
@@ -103,7 +99,15 @@ def _measure_case(steps: _Steps, learning_rate: float, turns: int) -> Case:
     seen = take_turns({name: timed(action, steps.device) for name, action in actions.items()}, turns)
     if not all(torch.equal(kept.view(torch.uint8), flat.view(torch.uint8)) for kept, flat in zip(held, now, strict=True)):
         raise RuntimeError(f"the delta of a step at learning rate {learning_rate:g} does not give the weights after it")
-    return Case(learning_rate, delta.stats(blob), {name: statistics.median(seconds) for name, seconds in seen.items()})
+    num_changed = sum(int(torch.count_nonzero(old != new)) for old, new in pairs)
+    return Case(
+        learning_rate,
+        num_changed,
+        num_changed / sum(flat.numel() for flat in now),
+        full_bytes=sum(flat.nbytes for flat in now),
+        num_bytes=len(blob),
+        seconds={name: statistics.median(seconds) for name, seconds in seen.items()},
+    )
 
 
 class _Steps:

@@ -197,9 +197,9 @@ def speed_rows(speed: Speed, turns: dict[str, list[tuple[float, float]]], *, flo
     return rows
 
 
-def flops_of(folder: str, lengths: Sequence[int]) -> float:
+def flops_of(folder: str, lengths: Sequence[int], *, is_frozen: bool = False) -> float:
     """6P per token and 6·L·n_h·d_h·S² per sequence of S tokens: six per weight, the tied embedding once, and causal
-    attention."""
+    attention. Frozen weights, beside an adapter, have no gradient: 4P."""
     config = load_config(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -207,7 +207,7 @@ def flops_of(folder: str, lengths: Sequence[int]) -> float:
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     weights = sum(parameter.numel() for parameter in model.parameters())
     attention = text.num_hidden_layers * text.num_attention_heads * head * sum(length**2 for length in lengths)
-    return float(6 * (weights * sum(lengths) + attention))
+    return float((4 if is_frozen else 6) * weights * sum(lengths) + 6 * attention)
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,10 @@ USUAL = {
 }
 """What people type whatever they come from."""
 
-GONE = {
-    "train.advantage = group_mean": "write train.advantage = 'group' and train.scale_rewards = 'none'",
-    "warmup": "the section is [sft] now, and its until_success is 0 unless you set it",
-}
-"""What Headrace itself called otherwise once: keys, and values of keys."""
-
 
 def peer_answer(name: str) -> str:
     """What to write instead of a peer's setting, given whole or by its last part; "" if no peer has it or they disagree."""
-    for of_peer in (GONE, USUAL, *peers().values()):
+    for of_peer in (USUAL, *peers().values()):
         if name in of_peer:
             return of_peer[name]
     found = {answer for of_peer in peers().values() for key, answer in of_peer.items() if key.rpartition(".")[2] == name}

@@ -13,7 +13,7 @@ from headrace.buffer import BufferSettings, describe_buffer
 from headrace.config.cross_checks import check_across_rooms
 from headrace.config.peer_names import peer_answer
 from headrace.engine import EngineSettings, SamplingSettings
-from headrace.envs import EpisodeSettings
+from headrace.envs import EnvironmentSettings, EpisodeSettings
 from headrace.lora import LoraSettings
 from headrace.model import ModelSettings
 from headrace.observe import ObserveSettings
@@ -77,6 +77,7 @@ class Recipe:
     sampler: SamplerSettings = field(default_factory=SamplerSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     episode: EpisodeSettings = field(default_factory=EpisodeSettings)
     filter: FilterSettings = field(default_factory=FilterSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.engine.kind import EnginePlace
     from headrace.engine.native.core import EngineCore
     from headrace.engine.native.engine import NativeEngine
-    from headrace.engine.native.engine_memory import ADAPTER_PLACES, EngineMemory, blocks_for
+    from headrace.engine.native.engine_memory import EngineMemory, adapter_places, blocks_for
     from headrace.engine.native.kind import build_core
     from headrace.engine.native.kv_cache import free_memory
     from headrace.engine.native.step import Runner, StepPlan
@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from headrace.engine.request import HeldAdapter, Request
     from headrace.engine.server.address import bind, url_of
     from headrace.engine.server.app import CompletionServer
-    from headrace.engine.server.text import ServedModel
+    from headrace.engine.server.body import ApiError, Body, bad, check, shown, unsupported
+    from headrace.engine.server.chat import Chat
+    from headrace.engine.server.http import MAX_BODY, Events, bearer, error_response, read_body
+    from headrace.engine.server.requests import NEUTRAL, read_stops
+    from headrace.engine.server.text import ServedModel, first_stop
+    from headrace.engine.server.tool_calls import has_special_markers, read_calls
     from headrace.engine.settings import EngineSettings, SamplingSettings, check_engine_kind, engine_kind
     from headrace.engine.stop_strings import decoder_of, stop_tokens
     from headrace.engine.vllm.engine import VllmEngine

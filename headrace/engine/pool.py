@@ -2,15 +2,17 @@
 
 Requests wait here, and each engine pulls as many as it has room for, so that fast engines do more and none hoards. An engine's
 requests stay in its table with the tokens known so far: for streams, cancelling, checkpoints (`in_flight`) and recovery. When
-an engine is lost, its calls continue on the others from their known tokens. Only forks of a pinned rollout wait for one engine:
-the one that has its KV cache.
+an engine is lost, its calls continue on the others from their known tokens.
+
+A rollout's next turn, and a fork, go back to the engine that generated it last, which may still have its KV cache. They go to
+another if that one is lost, has yet to catch up, or has no room while another has a free slot.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.protocol import EngineState
@@ -40,7 +42,8 @@ class EnginePool:
         self.delivery = WeightDelivery(on_lost=self.lose, on_caught_up=self._on_available)
         self._interrupted: WaitingQueue = OrderedDict()  # requests that were interrupted: they go before new ones
         self._new: WaitingQueue = OrderedDict()
-        self._pinned: dict[str, RemoteEngine | None] = {}  # pinned rollouts, each with the engine it was last sent to
+        self.turns: Counter[str] = Counter()
+        """Calls that continued a rollout: `returned` to the engine that generated it last, or `moved` to another."""
         self._keys = itertools.count()
         self._available = asyncio.Event()
         self._is_paused = False
@@ -51,21 +54,15 @@ class EnginePool:
     # Engines come and go; called by their supervisor
 
     async def join(self, engine: RemoteEngine) -> None:
-        """Add an engine once it holds the weights and pins of the others, and is paused if they are. All of these may change
-        during an await, so they are checked again after each."""
+        """Add an engine once it holds the weights of the others, and is paused if they are. Both may change during an await,
+        so they are checked again after each."""
         is_paused = False
-        pinned: set[str] = set()
         while True:
             if not self.delivery.is_current(engine):
                 await self.delivery.bring_up_to_date(engine)
             elif is_paused != self._is_paused:
                 is_paused = self._is_paused
                 await (engine.call("pause", interrupt=Interrupt.KEEP.value) if is_paused else engine.call("resume"))
-            elif changed := pinned ^ self._pinned.keys():
-                rollout_id = changed.pop()
-                is_wanted = rollout_id in self._pinned
-                (pinned.add if is_wanted else pinned.remove)(rollout_id)
-                await engine.call("pin" if is_wanted else "unpin", rollout_id=rollout_id)
             else:
                 break
         self.engines.append(engine)
@@ -107,11 +104,17 @@ class EnginePool:
             request.key = next(self._keys)
             if request.rollout.calls and (oldest := request.rollout.oldest_version) >= 0:
                 request.oldest = oldest
-            rollout = request.rollout
-            home = None if rollout.parent is None else self._pinned.get(rollout.parent[0])
-            queue = self._interrupted if rollout.finish_reason is FinishReason.ABORT else self._new
-            (queue if home is None or home.is_lost else home.bound)[request] = None
+            home = self._home(request.rollout)
+            queue = self._interrupted if request.rollout.finish_reason is FinishReason.ABORT else self._new
+            (queue if home is None else home.bound)[request] = None
         self.send_soon()
+
+    def _home(self, rollout: Rollout) -> RemoteEngine | None:
+        """The engine that generated it last, if it takes calls."""
+        if not rollout.calls:
+            return None
+        name = rollout.calls[-1].engine
+        return next((engine for engine in self.engines if engine.name == name and not engine.is_behind), None)
 
     def cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -140,6 +143,10 @@ class EnginePool:
         if self._later is not None:
             self._later.cancel()
             self._later = None
+        for engine in self.engines:
+            if engine.is_behind:
+                self._interrupted |= engine.bound
+                engine.bound.clear()
         takers = [engine for engine in self.engines if engine.takes_work]
         for place, engine in enumerate(takers):
             share = -(-self.num_waiting // (len(takers) - place))
@@ -148,13 +155,22 @@ class EnginePool:
                 requests += _take(queue, most=min(share, engine.credit) - len(requests))
             if requests:
                 self._send(engine, requests)
+        for engine in takers:
+            self._relieve_others(engine)
         if self.num_waiting and any(engine.has_backlog for engine in self.engines):
             self._later = asyncio.get_running_loop().call_later(_BACKLOG_SECONDS, self.send_soon)
 
+    def _relieve_others(self, engine: RemoteEngine) -> None:
+        """Fill its free slots with calls that wait for an engine without room. Their KV cache is computed again, which takes
+        less time than the calls before them."""
+        for other in list(self.engines):
+            if other.bound and not other.takes_work and engine.takes_work and engine.num_free_slots > 0:
+                self._send(engine, _take(other.bound, most=engine.num_free_slots))
+
     def _send(self, engine: RemoteEngine, requests: list[PoolRequest]) -> None:
-        for request in requests:
-            if request.rollout.id in self._pinned:
-                self._pinned[request.rollout.id] = engine
+        for calls in (request.rollout.calls for request in requests):
+            if calls:
+                self.turns["returned" if calls[-1].engine == engine.name else "moved"] += 1
         try:
             engine.send(requests)
         except StreamClosed:
@@ -164,6 +180,10 @@ class EnginePool:
         """As of the engines' last reports, which come every second."""
         sent = (request for engine in self.engines for request in engine.requests.values())
         return [request.in_flight() for request in itertools.chain(sent, *self._queues())]
+
+    def release(self, rollout_ids: Sequence[str]) -> None:
+        for engine in self.engines:  # an engine that a rollout moved away from keeps it too
+            engine.release(rollout_ids)
 
     # The rest of the protocol: calls to one engine or to all
 
@@ -198,20 +218,6 @@ class EnginePool:
         """Returns when the engines hold the update (`WeightDelivery.load`) and at least one engine is left."""
         await self.delivery.load(update, [engine for engine in self.engines if not engine.is_behind], interrupt)
         await self._least_busy()
-
-    async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """While `rollout` is pinned, its forks go to the engine that has its KV cache, or to any if that one is lost."""
-        return rollout.forked(at, id=id)
-
-    async def pin(self, rollout_id: str) -> None:
-        """On every engine, since any of them may generate it."""
-        running = (each for each in self.engines if any(r.rollout.id == rollout_id for r in each.requests.values()))
-        self._pinned.setdefault(rollout_id, next(running, None))
-        await self._all("pin", rollout_id=rollout_id)
-
-    async def unpin(self, rollout_id: str) -> None:
-        self._pinned.pop(rollout_id, None)
-        await self._all("unpin", rollout_id=rollout_id)
 
     async def state(self) -> EngineState:
         states = [state for state in await self._all("state") if state is not None]

@@ -111,6 +111,10 @@ class Engine(Protocol):
         flight, and use the new weights from the next decode step on. If what arrives does not match the manifest, raise and
         keep the old version. A paused engine stays paused."""
 
+    def release(self, rollout_ids: Sequence[str]) -> None:
+        """These will not be continued: what is kept for their next turns may go. Called when an episode of several turns has
+        ended; without it, they go when memory is needed and they are the oldest."""
+
     async def state(self) -> EngineState:
         """For the run line and for health checks."""
 
@@ -195,12 +199,3 @@ class ProcessEngine(SleepingEngine, RequestQueue, Protocol):
 
     def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
         """The tokens that these requests (default: all running) sampled since the last call. Called within `after_step`."""
-
-    async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """The first `at` tokens of a rollout as a new one, ready to generate without recomputing its KV cache."""
-
-    async def pin(self, rollout_id: str) -> None:
-        """Keep the KV cache of a rollout, running or yet to run, after it ends."""
-
-    async def unpin(self, rollout_id: str) -> None:
-        """Keep it no longer."""

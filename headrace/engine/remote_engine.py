@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
-from headrace.engine.request import Request, SampledTokens
+from headrace.engine.request import Request, SampledTokens, checksum
 from headrace.errors import SyncError
 from headrace.records import (
     FinishReason,
@@ -26,7 +27,7 @@ from headrace.records import (
 from headrace.rpc import RemoteError, StreamClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from headrace.engine.pool import EnginePool
     from headrace.partial import Interrupt
@@ -109,12 +110,14 @@ class RemoteEngine:
         self.data: Peer | None = None
         self.credit = 0  # calls it may still be sent: it pulls as many as it has room for
         self.requests: dict[int, PoolRequest] = {}  # those sent to it that have not ended, by key
-        self.bound: WaitingQueue = OrderedDict()  # requests that only this engine should run: forks of its rollouts
+        self.bound: WaitingQueue = OrderedDict()  # calls that continue rollouts it generated
         self.update: WeightUpdate | None = None  # the weights it holds
         self.is_behind = False  # others hold newer weights: it finishes its calls, and gets no new ones until it catches up
         self.is_lost = False
         self._pool, self._on_report = pool, on_report
         self._cancelled: list[int] = []
+        self._released: list[str] = []
+        self._joined_at = time.time()
 
     def notices(self) -> dict[str, Callable[[Any], None]]:
         """Handlers of the data stream's messages."""
@@ -123,12 +126,18 @@ class RemoteEngine:
             "done": self._take_done,
             "sampled": self._take_sampled,
             "refused": self._take_refused,
+            "missing": self._take_missing,
             "report": self._take_report,
         }
 
     @property
     def takes_work(self) -> bool:
-        return self.credit > 0 and not self.is_behind and self.data is not None and not self.has_backlog
+        return self.credit > 0 and not (self.is_behind or self.is_lost or self.data is None or self.has_backlog)
+
+    @property
+    def num_free_slots(self) -> int:
+        """It pulls twice as many calls as it has slots."""
+        return (self.credit - len(self.requests)) // 2
 
     @property
     def has_backlog(self) -> bool:
@@ -159,24 +168,40 @@ class RemoteEngine:
             request.engine = self
             self.requests[request.key] = request
         self.credit -= len(requests)
-        for span in portions([request.rollout for request in requests]):
-            self._send_portion(self.data, requests[span])
+        self._send_since(self.data, requests, [self._num_held(request.rollout) for request in requests])
 
-    def _send_portion(self, data: Peer, requests: list[PoolRequest]) -> None:
+    def _num_held(self, rollout: Rollout) -> int:
+        """How many of its tokens the engine should have, because it sent them; the rest is all that it is sent."""
+        if not rollout.calls or rollout.calls[-1].engine != self.name or rollout.expert_routing is not None:
+            return 0
+        if rollout.calls[-1].started < self._joined_at:
+            return 0  # the process before it, of the same name, had them: to ask first would let newer calls go before
+        stop = rollout.calls[-1].stop
+        return stop if rollout.parent is None or rollout.parent[1] < stop else 0  # a new fork has another id
+
+    def _send_since(self, data: Peer, requests: list[PoolRequest], starts: list[int]) -> None:
+        rollouts = [request.rollout for request in requests]
+        parts = [each.since(start, num_calls=len(each.calls)) for each, start in zip(rollouts, starts, strict=True)]
+        for span in portions(parts):
+            self._send_portion(data, requests[span], parts[span], starts[span])
+
+    def _send_portion(self, data: Peer, requests: list[PoolRequest], parts: list[Rollout], starts: list[int]) -> None:
+        pairs = zip(requests, starts, strict=True)
         try:
             data.notify(
                 "work",
                 {
                     "keys": np.asarray([request.key for request in requests], dtype=np.int64),
-                    "rollouts": pack_rollouts([request.rollout for request in requests]),
+                    "rollouts": pack_rollouts(parts),
+                    "held": [[start, checksum(request.rollout, start)] if start else None for request, start in pairs],
                     "samplings": pack_samplings([request.sampling for request in requests]),
                     "streamed": [request.key for request in requests if request.on_tokens is not None],
                 },
             )
         except WireError as error:  # fails the one that cannot be sent, not those beside it
-            for request in requests:
+            for request, part, start in zip(requests, parts, starts, strict=True):
                 if len(requests) > 1:
-                    self._send_portion(data, [request])
+                    self._send_portion(data, [request], [part], [start])
                 elif self.requests.pop(request.key, None) is not None:
                     self.credit += 1
                     assert request.on_failed is not None
@@ -186,15 +211,25 @@ class RemoteEngine:
         """Tell it in the next turn of the event loop, so that calls cancelled together go in one message."""
         if self.requests.pop(request.key, None) is None:
             return  # it has ended
-        if not self._cancelled:
-            asyncio.get_running_loop().call_soon(self._tell_cancelled)
+        self._tell_soon()
         self._cancelled.append(request.key)
 
-    def _tell_cancelled(self) -> None:
+    def release(self, rollout_ids: Sequence[str]) -> None:
+        """Likewise."""
+        self._tell_soon()
+        self._released += rollout_ids
+
+    def _tell_soon(self) -> None:
+        if not self._cancelled and not self._released:
+            asyncio.get_running_loop().call_soon(self._tell_ended)
+
+    def _tell_ended(self) -> None:
+        told, self._cancelled, self._released = {"cancel": self._cancelled, "release": self._released}, [], []
         assert self.data is not None
-        keys, self._cancelled = self._cancelled, []
         try:
-            self.data.notify("cancel", keys)  # on the data stream, behind the work it is about
+            for name, values in told.items():
+                if values:
+                    self.data.notify(name, values)  # on the data stream, behind the work it is about
         except StreamClosed:
             self._pool.lose(self)
 
@@ -205,11 +240,15 @@ class RemoteEngine:
     def _take_done(self, value: Any) -> None:  # noqa: ANN401
         rollouts = unpack_rollouts(value["rollouts"])
         is_long = len(rollouts) > 1 and len(value["rollouts"]["token_ids"]) > _MOST_SHARED * len(rollouts)
-        for key, rollout in zip(value["keys"].tolist(), rollouts, strict=True):
+        for key, rollout, start in zip(value["keys"].tolist(), rollouts, value["starts"].tolist(), strict=True):
             request = self.requests.pop(key, None)
             if request is None:
                 continue  # it was cancelled, or moved to another engine because this one is lost
-            if is_long:  # one that waits for others, or is interrupted again and again, must not keep them all in memory
+            if start:
+                if start != len(request.rollout):
+                    raise WireError(f"{self.name} continued {rollout.id!r} at token {start} of {len(request.rollout)}")
+                rollout = request.rollout.joined(rollout)
+            elif is_long:  # one that waits for others, or is interrupted again and again, must not keep them all in memory
                 rollout = rollout.detached()
             if request.on_tokens is not None:
                 told = len(request.rollout) + request.num_known
@@ -240,6 +279,18 @@ class RemoteEngine:
             if request is not None:
                 assert request.on_failed is not None
                 request.on_failed(_REFUSALS.get(kind, WireError)(message))
+
+    def _take_missing(self, keys: list[int]) -> None:
+        """It has no longer what it was sent the rest of."""
+        assert self.data is not None
+        requests = [self.requests[key] for key in keys if key in self.requests]
+        if len(requests) < len(keys):  # cancelled meanwhile: the engine has never heard of them
+            self.credit += len(keys) - len(requests)
+            self._pool.send_soon()
+        try:
+            self._send_since(self.data, requests, [0] * len(requests))
+        except StreamClosed:
+            self._pool.lose(self)
 
     def _take_report(self, report: dict[str, Any]) -> None:
         if not self.is_lost:  # otherwise it is a last, late report, which has been counted already

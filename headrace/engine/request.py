@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -176,6 +177,11 @@ def append_call(
         expert_routing=expert_routing,
         entropies=entropies,
     )
+
+
+def checksum(rollout: Rollout, num_tokens: int) -> int:
+    """Of its first tokens: whether two rollouts of the same id begin alike."""
+    return zlib.crc32(rollout.token_ids[:num_tokens].data)
 
 
 async def generate(

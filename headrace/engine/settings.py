@@ -82,7 +82,7 @@ class EngineSettings:
     the two sides do not disagree because a router tipped over. A byte or two per token, layer and chosen expert."""
     record_entropy: bool = field(default=False, metadata=OPERATIONAL)
     """Record the entropy of the distribution each token was sampled from, as the rollout's column `sampled_entropy`: in nats,
-    after temperature and cut-offs, at the weights that sampled it. For rewards and losses of your own; on a CPU only."""
+    after temperature and cut-offs, at the weights that sampled it. For rewards and losses of your own."""
     sleep: Literal["never", "cache", "weights"] = field(default="never", metadata=OPERATIONAL)
     """In a synchronous run, what engines free while the trainer trains, so that both use one GPU in turns: `cache` the KV
     cache's memory, `weights` that of the weights too."""

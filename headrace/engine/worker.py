@@ -1,8 +1,9 @@
 """An engine process's end of its two streams to the launcher.
 
 The engine decodes in its own thread, this event loop talks. Rollouts come and go in batches on the data stream, never more than
-were pulled; control calls have their own stream and never queue behind them. Tokens sampled so far are reported once a second,
-and after every step for streamed rollouts, so at most a second of work is lost with this process.
+were pulled; control calls have their own stream and never queue behind them. Of a rollout's later turns only what is new
+travels, both ways: each end has the rest, and this one asks for it if it has not. Tokens sampled so far are reported once a
+second, and after every step for streamed rollouts, so at most a second of work is lost with this process.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.engine.protocol import EngineDied
-from headrace.engine.request import Request, SampledSince
+from headrace.engine.request import Request, SampledSince, checksum
 from headrace.partial import Interrupt
 from headrace.records import Rollout, SamplingMask, pack_rollouts, portions, unpack_rollouts, unpack_samplings
 from headrace.rpc import StreamClosed
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 TELL_SECONDS = 1.0  # between two reports of the tokens sampled so far
 REPORT_SECONDS = 0.25  # between two reports of where time goes
+_MOST_HELD = 64 << 20  # bytes of ended rollouts that are held for their next turns
 
 
 class EngineWorker:
@@ -45,6 +47,8 @@ class EngineWorker:
         self._data: Peer | None = None
         self._requests: dict[int, Request] = {}
         self._streamed: set[Request] = set()
+        self._held: OrderedDict[str, Rollout] = OrderedDict()  # those that ended here last, by id
+        self._num_held = 0  # bytes
         self._news: deque[tuple[Request, SampledSince | Rollout | Exception]] = deque()  # to report; from the engine's thread
         self._told_at = self._reported_at = time.monotonic()
         engine.after_step = self._after_step
@@ -58,19 +62,38 @@ class EngineWorker:
         data.notify("pull", 2 * self._engine.num_slots)
 
     def notices(self) -> dict[str, Callable[[Any], None]]:
-        """Handlers of the data stream's messages: rollouts to generate, and which of them to cancel."""
-        return {"work": self._take_work, "cancel": self._take_cancel}
+        """Handlers of the data stream's messages: rollouts to generate, which to cancel, and which will not continue."""
+        return {"work": self._take_work, "cancel": self._take_cancel, "release": self._take_release}
 
     def _take_work(self, value: Any) -> None:  # noqa: ANN401
         rollouts, samplings = unpack_rollouts(value["rollouts"]), unpack_samplings(value["samplings"])
-        requests, streamed = [], set(value["streamed"])
-        for key, rollout, sampling in zip(value["keys"].tolist(), rollouts, samplings, strict=True):
+        requests, streamed, missing = [], set(value["streamed"]), []
+        for key, part, sampling, held in zip(value["keys"].tolist(), rollouts, samplings, value["held"], strict=True):
+            rollout = part if held is None else self._complete(part, *held)
+            if rollout is None:
+                missing.append(key)
+                continue
             request = Request(rollout, sampling, on_done=lambda _: None, is_streamed=key in streamed, key=key)
             request.on_done = request.on_failed = partial(self._on_end, request)
             self._requests[key] = request
             requests.append(request)
         self._streamed.update(request for request in requests if request.is_streamed)
         self._engine.submit(requests, self._on_end)
+        if missing and self._data is not None:
+            self._data.notify("missing", missing)
+
+    def _complete(self, part: Rollout, start: int, check: int) -> Rollout | None:
+        """The rollout that this is the rest of, if it is held as the launcher has it."""
+        held = self._held.get(part.id)
+        is_same = held is not None and len(held) == start and checksum(held, start) == check
+        return held.joined(part) if held is not None and is_same else None
+
+    def _hold(self, rollout: Rollout) -> None:
+        before = self._held.pop(rollout.id, None)
+        self._held[rollout.id] = rollout
+        self._num_held += rollout.num_bytes - (before.num_bytes if before is not None else 0)
+        while self._num_held > _MOST_HELD:
+            self._num_held -= self._held.popitem(last=False)[1].num_bytes
 
     def _take_cancel(self, keys: list[int]) -> None:
         requests = [self._requests[key] for key in keys if key in self._requests]
@@ -79,6 +102,11 @@ class EngineWorker:
         if self._data is not None and requests:
             self._engine.cancel(requests)
             self._data.notify("pull", len(requests))
+
+    def _take_release(self, ids: list[str]) -> None:
+        for rollout in (self._held.pop(each, None) for each in ids):
+            self._num_held -= 0 if rollout is None else rollout.num_bytes
+        self._engine.release(ids)
 
     def _on_end(self, request: Request, result: Rollout | Exception) -> None:
         if isinstance(result, EngineDied):  # the pool continues the call elsewhere, from the tokens reported
@@ -118,11 +146,22 @@ class EngineWorker:
             self._tell_sampled(data, sampled)
         finished = {request: each for request, each in news if isinstance(each, Rollout)}
         requests, rollouts = list(finished), list(finished.values())
-        for span in portions(rollouts):
-            keys = np.asarray([request.key for request in requests[span]], dtype=np.int64)
-            data.notify("done", {"keys": keys, "rollouts": pack_rollouts(rollouts[span])})
-            for request in requests[span]:
+        starts = [
+            len(request.rollout) if request.rollout.calls and rollout.expert_routing is None else 0
+            for request, rollout in finished.items()
+        ]
+        parts = [
+            rollout.since(start, num_calls=len(request.rollout.calls))
+            for (request, rollout), start in zip(finished.items(), starts, strict=True)
+        ]
+        for span in portions(parts):
+            numbers = {"keys": [request.key for request in requests[span]], "starts": starts[span]}
+            arrays = {name: np.asarray(values, dtype=np.int64) for name, values in numbers.items()}
+            data.notify("done", {**arrays, "rollouts": pack_rollouts(parts[span])})
+            for request, rollout in zip(requests[span], rollouts[span], strict=True):
                 self._forget(request)
+                if rollout.expert_routing is None:  # else it travels whole
+                    self._hold(rollout)
         refused = {request: each for request, each in news if isinstance(each, Exception)}
         if refused:
             told = [[request.key, type(error).__name__, str(error)] for request, error in refused.items()]
@@ -137,7 +176,10 @@ class EngineWorker:
 
     def _tell_sampled(self, data: Peer, sampled: list[SampledSince]) -> None:
         masks = {str(place): SamplingMask.from_rows(list(each.masks)) for place, each in enumerate(sampled) if each.masks}
-        entropies = [each.entropies for each in sampled if each.entropies is not None]  # of all or none
+        has_entropies = any(each.entropies is not None for each in sampled)
+        entropies = [
+            np.zeros(len(each.token_ids), np.float32) if each.entropies is None else each.entropies for each in sampled
+        ]
         data.notify(
             "sampled",
             {
@@ -146,7 +188,7 @@ class EngineWorker:
                 "token_ids": np.concatenate([each.token_ids for each in sampled]),
                 "logprobs": np.concatenate([each.logprobs for each in sampled]),
                 "versions": np.concatenate([each.versions for each in sampled]),
-                "entropies": np.concatenate(entropies) if entropies else None,
+                "entropies": np.concatenate(entropies) if has_entropies else None,
                 "started": np.asarray([each.request.started for each in sampled]),
                 "masks": masks,
                 "policy": self._engine.policy,
@@ -169,8 +211,6 @@ class EngineWorker:
             "load": self._load,
             "score": self._score,
             "state": self.state,
-            "pin": self._engine.pin,
-            "unpin": self._engine.unpin,
         }
 
     async def state(self) -> dict[str, Any]:

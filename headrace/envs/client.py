@@ -1,31 +1,30 @@
-"""An environment's view of the system: make a prompt, generate, read text."""
+"""An environment's view of the system: make a prompt, generate, append what follows, read text."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import dataclasses
 import hashlib
-import json
+import itertools
 import logging
-import sys
 from collections import deque
-from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from headrace.partial import is_continuation
-from headrace.records import FinishReason, Rollout, check_messages
-from headrace.settings import ConfigError
+import numpy as np
+
+from headrace.engine import PromptTooLong
+from headrace.envs.turns import Conversation, History
+from headrace.partial import is_continuation, recorded_turn
+from headrace.records import FinishReason, Rollout, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from transformers import PreTrainedTokenizerBase
+    from collections.abc import Callable, Sequence
 
     from headrace.engine import Engine
+    from headrace.envs.encoder import PromptEncoder
     from headrace.records import Array, Plain, Sampling
-
-_MAX_CACHED = 64 << 20
-"""Bytes of cached prompts: their text and their tokens."""
 
 
 class Client(Protocol):
@@ -39,73 +38,143 @@ class Client(Protocol):
     def group(self) -> str:
         """The id it shares with the siblings it is compared with."""
 
-    def prompt(self, prompt: Plain, template_kwargs: Plain = None) -> Rollout:
-        """A rollout of this episode with nothing sampled yet. `template_kwargs`: variables of the chat template."""
+    def prompt(self, prompt: Plain, template_kwargs: Plain = None, tools: Sequence[Any] = ()) -> Rollout:
+        """A rollout of this episode with nothing sampled yet. `template_kwargs`: variables of the chat template; `tools`: JSON
+        schemas of functions that it shows to the policy."""
 
-    async def generate(self, rollout: Rollout) -> Rollout:
-        """The rollout with one more completion. If a weight update aborts it, the client resumes it until it finishes."""
+    def append(self, rollout: Rollout, new: Appended, *, source: Source = Source.TOOL) -> Rollout:
+        """The rollout with what the policy did not sample: text, tokenized once, or token ids, both of this `source`; or chat
+        messages, as the template shows them behind the policy's answer. If the template rewrites what came before, the result
+        is a fork, with an id of its own, and the environment returns both."""
+
+    def messages(self, rollout: Rollout) -> list[dict[str, Any]]:
+        """Those that the rollout holds, the policy's answers parsed: content, reasoning, tool calls."""
+
+    def chat(self, prompt: Plain, *, tools: Sequence[Any] = (), template_kwargs: Plain = None) -> Conversation:
+        """A conversation, which keeps the rollouts of `prompt`, `generate` and `append` together."""
+
+    async def generate(self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = ()) -> Rollout:
+        """The rollout with one more completion. If a weight update aborts it, the client resumes it until it finishes. It is
+        sampled as the run says; `max_tokens`, if not 0, and `stop` may end it sooner."""
 
     def text(self, rollout: Rollout) -> str:
         """The generated text, for display and for rewards; it is never tokenized again."""
 
 
-class PromptEncoder:
-    """Turns prompts into token ids, with the chat template if they are messages; the policy continues a final assistant
-    message. Recent prompts are cached up to a number of bytes, because siblings share one."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self._cache: dict[str, Rollout] = {}
-        self._num_cached = 0  # bytes
-        self._decode = _decoder(tokenizer)
-
-    def encode(self, prompt: Plain, template_kwargs: Plain = None) -> Array:
-        return self.rollout(prompt, template_kwargs).token_ids
-
-    def rollout(self, prompt: Plain, template_kwargs: Plain = None) -> Rollout:
-        """A rollout of this prompt that belongs to no episode yet; siblings share its arrays."""
-        key = prompt if isinstance(prompt, str) else json.dumps([prompt, template_kwargs] if template_kwargs else prompt)
-        if key not in self._cache:
-            rollout = Rollout.from_prompt(self._encode(prompt, template_kwargs), id="prompt")
-            size = sys.getsizeof(key) + rollout.num_bytes
-            if self._num_cached + size > _MAX_CACHED:
-                self._cache.clear()
-                self._num_cached = 0
-            self._cache[key] = rollout  # of any size, because its siblings come next
-            self._num_cached += size
-        return self._cache[key]
-
-    def decode(self, rollout: Rollout) -> str:
-        return self._decode(rollout.completion_ids)
-
-    def _encode(self, prompt: Plain, template_kwargs: Any) -> Any:  # noqa: ANN401
-        if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
-        if self.tokenizer.chat_template is None:
-            raise ConfigError("tasks: prompts are chat messages but the model's tokenizer has no chat template; give text")
-        messages: Any = prompt
-        try:
-            check_messages(messages)
-        except ValueError as error:
-            raise ConfigError(f"tasks: {error}") from error
-        is_open = messages[-1]["role"] == "assistant"  # the policy continues it, as in TRL and vLLM
-        how = {"add_generation_prompt": not is_open, "continue_final_message": is_open, "return_dict": False}
-        return self.tokenizer.apply_chat_template(messages, **how, **(template_kwargs or {}))
+Appended: TypeAlias = "str | Sequence[int] | Sequence[dict[str, Any]] | Array"
 
 
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """`tokenizer.decode` without special tokens; the backend's where equal, because the wrapper costs more than decoding."""
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+@dataclass(eq=False, kw_only=True)
+class EpisodeClient(abc.ABC):
+    """All of a client but `generate`: it needs no engine, so that an environment in another process has its own."""
 
-    if (
-        isinstance(tokenizer, PreTrainedTokenizerFast)
-        and type(tokenizer).decode is PreTrainedTokenizerBase.decode
-        and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
-        and not tokenizer.clean_up_tokenization_spaces
-    ):
-        backend = tokenizer.backend_tokenizer
-        return lambda ids: str(backend.decode(ids, skip_special_tokens=True))
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+    encoder: PromptEncoder
+    episode: str
+    group: str
+    index: int
+    policy: str = "policy"
+    num_prompts: int = 0
+    _histories: dict[str, History] = field(default_factory=dict)
+    """Of rollouts by id: what their tokens up to the policy's next answer stand for."""
+
+    @abc.abstractmethod
+    async def generate(self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = ()) -> Rollout: ...
+
+    def prompt(self, prompt: Plain, template_kwargs: Plain = None, tools: Sequence[Any] = ()) -> Rollout:
+        shared = self.encoder.rollout(prompt, template_kwargs, tools)
+        names: dict[str, Any] = {"id": self._new_id(), "episode": self.episode, "group": self.group, "policy": self.policy}
+        rollout = shared.replace(**names, index=self.index, rewards={}, columns={})  # its own dictionaries
+        variables: Any = template_kwargs
+        self._histories[rollout.id] = History.of_prompt(prompt, len(rollout), tools=tools, variables=variables)
+        return rollout
+
+    def append(self, rollout: Rollout, new: Appended, *, source: Source = Source.TOOL) -> Rollout:
+        if isinstance(new, str):
+            return rollout.append(self.encoder.tokens(new), source=source)
+        if len(new) and isinstance(new[0], dict):
+            return self._append_messages(rollout, cast("Sequence[dict[str, Any]]", new))
+        return rollout.append(cast("Array", new), source=source)
+
+    def _append_messages(self, rollout: Rollout, messages: Sequence[dict[str, Any]]) -> Rollout:
+        history = self._history(rollout)
+        if len(rollout) <= history.num_tokens:
+            raise ValueError(f"rollout {rollout.id!r}: messages follow an answer of the policy; generate one first")
+        answer = self.encoder.turns.answer(history, rollout)
+        history, rollout = self.follow(history, rollout, answer, messages)
+        self._histories[rollout.id] = history
+        return rollout
+
+    def follow(
+        self,
+        history: History,
+        rollout: Rollout,
+        answer: dict[str, Any],
+        messages: Sequence[dict[str, Any]],
+        *,
+        is_taken: bool = False,
+    ) -> tuple[History, Rollout]:
+        """The history and the rollout with messages behind the policy's answer. It is a fork if the template rewrites what came
+        before, or if other messages follow that answer already: `is_taken`."""
+        turns = self.encoder.turns
+        followed = turns.follow(history, rollout, answer, messages)
+        if followed is None:
+            history, ids = turns.rewritten(history, answer, messages)
+            return history, fork(rollout, ids, id=self._new_id())
+        history, ids, sources = followed
+        if is_taken:
+            rollout = _untrained(rollout.forked(len(rollout), id=self._new_id()))
+        return history, _append(rollout, ids, sources)
+
+    def messages(self, rollout: Rollout) -> list[dict[str, Any]]:
+        history = self._history(rollout)
+        told = list(history.messages)
+        return told if len(rollout) <= history.num_tokens else [*told, self.encoder.turns.answer(history, rollout)]
+
+    def chat(self, prompt: Plain, *, tools: Sequence[Any] = (), template_kwargs: Plain = None) -> Conversation:
+        return Conversation(self, prompt, tools=tools, template_kwargs=template_kwargs)
+
+    def text(self, rollout: Rollout) -> str:
+        return self.encoder.decode(rollout)
+
+    def _history(self, rollout: Rollout) -> History:
+        history = self._histories.get(rollout.id)
+        if history is None:
+            raise ValueError(
+                f"rollout {rollout.id!r} is not one of client.prompt or client.append, so its messages are unknown"
+            )
+        return history
+
+    def _new_id(self) -> str:
+        self.num_prompts += 1
+        return self.episode if self.num_prompts == 1 else f"{self.episode}.{self.num_prompts - 1}"
+
+
+def _append(rollout: Rollout, ids: Sequence[int], sources: Sequence[int]) -> Rollout:
+    """Appends tokens in spans of one source."""
+    for source, span in itertools.groupby(zip(ids, sources, strict=True), key=lambda pair: pair[1]):
+        rollout = rollout.append([id for id, _ in span], source=Source(source))
+    return rollout
+
+
+def fork(rollout: Rollout, ids: Sequence[int] | Array, *, id: str) -> Rollout:
+    """A rollout of these tokens, forked where they differ. What it shares with the other, the other trains."""
+    new, at = np.asarray(ids, dtype=np.int32), num_shared(rollout, ids)
+    if not at:
+        names: dict[str, Any] = {"episode": rollout.episode, "group": rollout.group, "index": rollout.index}
+        return Rollout.from_prompt(new, id=id, **names).replace(policy=rollout.policy, parent=(rollout.id, 0))
+    forked = _untrained(rollout.forked(at, id=id))
+    return forked.append(new[at:], source=Source.PROMPT) if at < len(new) else forked
+
+
+def num_shared(rollout: Rollout, ids: Sequence[int] | Array) -> int:
+    """How many tokens are the same from the start on."""
+    length = min(len(ids), len(rollout))
+    differs = np.flatnonzero(np.asarray(ids[:length]) != rollout.token_ids[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def _untrained(rollout: Rollout) -> Rollout:
+    return rollout.replace(loss_mask=np.zeros(len(rollout), dtype=bool), step_rewards=())
 
 
 class CallLimit:
@@ -141,23 +210,20 @@ class CallLimit:
         self.num_free += 1
 
 
-@dataclass(eq=False)
-class EngineClient:
+@dataclass(eq=False, kw_only=True)
+class EngineClient(EpisodeClient):
     """The client of one episode of a run or an evaluation."""
 
     engine: Engine
-    encoder: PromptEncoder
-    _: KW_ONLY
-    episode: str
-    group: str
-    index: int
     sampling: Sampling
     seed: int
     """The run's; a rollout's id gives it random numbers of its own."""
-    policy: str = "policy"
     partials: dict[str, Rollout] = field(default_factory=dict)
     """Unfinished rollouts by id: a checkpoint's, which a call with the same prompt continues, and those that a weight update
     aborted, until their call ends."""
+    keeps_turns: bool = False
+    """The environment can resume: what finished calls returned is kept in `partials` too, and returned again to the same calls
+    when the episode is run again."""
     limit: CallLimit | None = None
     """Bounds the calls in flight at the engine."""
     clock: asyncio.Timeout | None = None
@@ -166,28 +232,29 @@ class EngineClient:
     """Called if the environment does not end when it is cancelled."""
     is_over: bool = False
     """An environment that did not end gets nothing more from the engine."""
-    num_prompts: int = 0
     has_called: bool = False
+    generated: dict[str, Rollout] = field(default_factory=dict)
+    """Rollouts by id as the engine last returned them."""
 
-    def prompt(self, prompt: Plain, template_kwargs: Plain = None) -> Rollout:
-        suffix = f".{self.num_prompts}" if self.num_prompts else ""
-        self.num_prompts += 1
-        names = {"id": self.episode + suffix, "episode": self.episode, "group": self.group, "policy": self.policy}
-        shared = self.encoder.rollout(prompt, template_kwargs)
-        return shared.replace(**names, index=self.index, rewards={}, columns={})  # its own dictionaries
-
-    async def generate(self, rollout: Rollout) -> Rollout:
+    async def generate(self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = ()) -> Rollout:
         if self.is_over:
             await asyncio.Event().wait()  # not an exception, which it might catch, and call again without end
+        sampling = self.sampling
+        if max_tokens or stop:
+            most = min(max_tokens or sampling.max_tokens, sampling.max_tokens)
+            ends: dict[str, Any] = {"max_tokens": most, "stop": tuple(dict.fromkeys((*sampling.stop, *stop)))}
+            sampling = dataclasses.replace(sampling, min_tokens=min(sampling.min_tokens, most), **ends)
         if self.limit is None:
-            return await self._generate(rollout)
+            self.generated[rollout.id] = generated = await self._generate(rollout, sampling)
+            return generated
         is_first, self.has_called = not self.has_called, True
         await self._wait_for_a_place(self.limit, is_first=is_first)
         if self.is_over:  # it ended while this call, of a task that it left behind, waited
             self.limit.release()
             await asyncio.Event().wait()
         try:
-            return await self._generate(rollout)  # an interrupted call keeps its place until it is finished
+            self.generated[rollout.id] = generated = await self._generate(rollout, sampling)  # interrupted, it keeps its place
+            return generated
         finally:
             self.limit.release()
 
@@ -205,14 +272,26 @@ class EngineClient:
             if not self.is_over:
                 self.clock.reschedule(until + asyncio.get_running_loop().time() - waited)
 
-    async def _generate(self, rollout: Rollout) -> Rollout:
+    async def _generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         start, id = len(rollout), rollout.id
-        whole = self.sampling.with_seed(_rollout_seed(self.seed, id))
+        whole = sampling.with_seed(_rollout_seed(self.seed, id))
         partial = self.partials.pop(id, None)
-        if partial is not None and is_continuation(rollout, partial):
+        again = None if partial is None or not self.keeps_turns else recorded_turn(rollout, partial)
+        if again is not None and partial is not None:
+            self.partials[id] = partial  # its later turns
+            if again.finish_reason is not FinishReason.ABORT:
+                return again
+            rollout = again
+        elif partial is not None and is_continuation(rollout, partial):
             rollout = partial
         else:
-            rollout = await self.engine.generate(rollout, whole)
+            try:
+                rollout = await self.engine.generate(rollout, whole)
+            except PromptTooLong:
+                if not rollout.calls:
+                    raise
+                await asyncio.sleep(0)  # an environment that asks again and again blocks nobody
+                return _at_context(rollout)
         try:
             while rollout.finish_reason is FinishReason.ABORT:
                 self.partials[id] = rollout
@@ -221,11 +300,20 @@ class EngineClient:
                 rest = dataclasses.replace(whole, max_tokens=max_tokens, min_tokens=min_tokens)
                 rollout = await self.engine.generate(rollout, rest)
         finally:
-            self.partials.pop(id, None)
+            if not self.keeps_turns:
+                self.partials.pop(id, None)
+        if self.keeps_turns:
+            self.partials[id] = rollout
         return rollout
 
-    def text(self, rollout: Rollout) -> str:
-        return self.encoder.decode(rollout)
+
+def _at_context(rollout: Rollout) -> Rollout:
+    """A rollout that has no room for another call ends with the last one, as truncated: what was appended is dropped."""
+    *calls, last = rollout.calls
+    cut = rollout.forked(last.stop, id=f"{rollout.id} cut")
+    calls = [*calls, dataclasses.replace(last, finish_reason=FinishReason.LENGTH)]
+    ended: dict[str, Any] = {"calls": tuple(calls), "finish_reason": FinishReason.LENGTH}
+    return cut.replace(id=rollout.id, parent=rollout.parent, **ended)
 
 
 def _rollout_seed(seed: int, id: str) -> int:

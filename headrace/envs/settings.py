@@ -1,11 +1,40 @@
-"""The recipe's `[episode]`."""
+"""The recipe's `[environment]` and `[episode]`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
-from headrace.settings import OPERATIONAL, check
+from headrace.settings import ELASTIC, OPERATIONAL, ConfigError, check, check_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSettings:
+    """What runs a task to its end; by default one prompt and one answer."""
+
+    name: str = ""
+    """`module:Class` or `file.py:Class` of an environment of your own; empty is single-turn, or the one with `tools`."""
+    tools: tuple[str, ...] = ()
+    """Tools that the policy may call over several turns: functions or classes as `module:name`, MCP servers as `mcp:COMMAND` or
+    `mcp:URL`."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments, started for each episode: an agent that finds the model in OPENAI_BASE_URL and
+    OPENAI_API_KEY, and its task as JSON on stdin."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the class; with `tools`: max_turns, max_tokens, tool_timeout, max_reply."""
+    concurrency: int = field(default=0, metadata=ELASTIC)
+    """Episodes it runs at once; 0 sets no limit but that of what is in flight."""
+    processes: int = field(default=0, metadata=ELASTIC)
+    """Processes of its own it runs in, each with its share of the episodes; 0 runs it in the launcher. An episode that fails
+    ends in its process, and if the process dies or hangs, another takes its place."""
+
+    def __post_init__(self) -> None:
+        check_least(0, self, "concurrency", "processes")
+        if self.name and self.tools:
+            raise ConfigError(f"tools = {list(self.tools)}: an environment of your own has its own; leave it out, or name")
+        if self.command and (self.name or self.tools or self.options or self.processes):
+            raise ConfigError(f"command = {list(self.command)}: leave out name, tools, options and processes, or the command")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from headrace.launch.merging import merge
     from headrace.launch.placement import pick_device, receiving_device, set_threads
     from headrace.launch.process import RoleProcess
-    from headrace.launch.serving import ServeOptions, serve
+    from headrace.launch.serving import serve
     from headrace.launch.start_model import model_folder
 else:
     __getattr__ = front_door(__name__)

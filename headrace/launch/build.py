@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,8 +21,9 @@ from headrace.algorithms import (
     needed_columns,
 )
 from headrace.engine import engine_kind
-from headrace.envs import PromptEncoder, SingleTurn
+from headrace.envs import ProcessEnvironment, PromptEncoder, ToolEnvironment, make_environment
 from headrace.errors import SyncError
+from headrace.imports import import_name
 from headrace.launch.inputs import (
     UserInputs,
     check_inputs,
@@ -47,7 +48,7 @@ from headrace.model import (
 from headrace.records import SAMPLED_ENTROPY
 from headrace.run import POLICY, Roles, make_canary
 from headrace.score import RewardScorer, TrainerState
-from headrace.settings import ConfigError
+from headrace.settings import ConfigError, to_dict
 from headrace.staleness import correction_of
 from headrace.sync import MemoryTransport, WeightSync, check_host, transport_class
 from headrace.trainer import DeviceTrainer, FrozenModel, LocalTrainer, TrainSettings, learning_rate, match_parameters
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
     from headrace.config import Recipe
     from headrace.engine import Engine
+    from headrace.envs import Environment
     from headrace.observe import Observer
     from headrace.score import RewardWorkers
     from headrace.sync import Lineage
@@ -133,9 +135,9 @@ def check_columns(recipe: Recipe, given: UserInputs) -> None:
     advantage = ADVANTAGES[train.advantage]
     if advantage.learns_values != (VALUES in wanted):
         setting = f"train.advantage = {train.advantage!r}: the loss {train.loss!r}"
-        fix = "trains values; set it to 'gae'" if VALUES in wanted else "trains no values; set train.loss = 'ppo'"
+        fix = "trains values; set it to 'gae' or 'turn_gae'" if VALUES in wanted else "trains no values; set train.loss = 'ppo'"
         raise ConfigError(f"{setting} {fix}")
-    if given.environment is not None:
+    if not given.is_single_turn(recipe):
         return
     if TEACHER in (*wanted, advantage.made_from) and not train.teacher:
         raise ConfigError("train.teacher = '': there is no teacher to distil from; name a model folder")
@@ -224,6 +226,19 @@ def build_roles(
     return dataclasses.replace(roles.with_stop_ids(stop_ids), engine_peak=lambda: engine.peak_memory)
 
 
+def open_environment(recipe: Recipe, model_path: str, given: UserInputs, *, log: Path | None) -> Environment:
+    """The environment, in this process or in its own."""
+    settings = recipe.environment
+    if not settings.processes:
+        return make_environment(settings, environment=given.environment, tools=given.tools)
+    cls = import_name(settings.name, setting="environment.name") if settings.name else ToolEnvironment
+    plain = {**to_dict(settings), "tools": list(given.tools or settings.tools), "processes": 0, "concurrency": 0}
+    build = {"model_path": model_path, "model": to_dict(recipe.model), "environment": plain}
+    how: dict[str, Any] = {"num": settings.processes, "concurrency": settings.concurrency, "log": log}
+    can_resume = bool(settings.options.get("can_resume", getattr(cls, "can_resume", False)))
+    return cast("Environment", ProcessEnvironment(settings.name or "tools", build, can_resume=can_resume, **how))
+
+
 def make_roles(
     recipe: Recipe,
     model_path: str,
@@ -232,10 +247,15 @@ def make_roles(
     engine: Engine,
     trainer: PolicyTrainer | None,
     workers: RewardWorkers | None = None,
+    log: Path | None = None,
     **more: Any,  # noqa: ANN401
 ) -> Roles:
-    """Combine engine and trainer, wherever they run, with the launcher's own roles. `workers` run rewards in threads."""
+    """Combine engine and trainer, wherever they run, with the launcher's own roles. `workers` run rewards in threads; processes
+    of the environment write to `log`."""
     encoder = PromptEncoder(load_tokenizer(model_path, recipe.model))
+    environment = open_environment(recipe, model_path, given, log=log)
+    if isinstance(environment, ProcessEnvironment):
+        more["services"] = (*more["services"], environment.serve)
     return Roles(
         engine=engine,
         trainers={} if trainer is None else {POLICY: trainer},
@@ -247,7 +267,7 @@ def make_roles(
             state=TrainerState(max_steps=recipe.steps, seed=recipe.seed),
             max_tokens=recipe.sampling.max_tokens,
         ),
-        environment=given.environment or SingleTurn(),
+        environment=environment,
         encoder=encoder,
         tasks=open_sampler(recipe, given),
         canary=make_canary(encoder.encode(open_tasks(recipe, given).next().row["prompt"])),

@@ -186,7 +186,7 @@ async def _run(
     task = asyncio.current_task()
     assert task is not None
     observer, most_blocks = Observer(elsewhere=orchestration.reporting_roles), 0
-    if given.environment is None:
+    if given.is_single_turn(recipe):
         longest = longest_prompt((), PromptEncoder(load_tokenizer(model_path, recipe.model)), held_out=held_out)
         context, count = config_limit(load_config(model_path), recipe.model.context), sum(map(len, held_out.values()))
         most_blocks = max_kv_blocks(recipe, context=context, longest_prompt=longest, num_held_out=count)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from headrace.engine import ADAPTER_PLACES, blocks_for, engine_kind, free_memory
+from headrace.engine import adapter_places, blocks_for, engine_kind, free_memory
 from headrace.launch.placement import choose_device, choose_transport, device_of
 from headrace.model import ModelError, adapter_shapes, bytes_per_number, parameter_shapes
 from headrace.settings import ConfigError
@@ -109,10 +109,13 @@ def forecast_memory(
     if recipe.lora.is_on:
         shapes = adapter_shapes(recipe.model, recipe.lora)
         adapter = sum(map(math.prod, shapes.values()))
-        adapter_width = recipe.lora.rank * len(shapes) // (2 * shape.layers)
+        adapter_width = recipe.lora.rank * sum(name.endswith("lora_A.weight") for name in shapes) // shape.layers
         published_bytes = adapter * bytes_per_number(recipe.model.dtype)
-        older = published_bytes * (ADAPTER_PLACES - 1) if on_gpu else 0  # not released while the engine sleeps
-        weights, steps = engine.weights + published_bytes, engine.steps + older
+        places = adapter_places(recipe.partial)
+        older = published_bytes * (places - 1) if on_gpu else 0  # not released while the engine sleeps
+        first = sum(math.prod(each) for name, each in shapes.items() if name.endswith("lora_A.weight"))
+        behind = first * bytes_per_number(recipe.model.dtype) * places if on_gpu else 0  # behind the weights they multiply with
+        weights, steps = engine.weights + published_bytes + behind, engine.steps + older
         engine = dataclasses.replace(engine, weights=weights, steps=steps, staging=published_bytes)
     published = transport_class(choose_transport(recipe)).memory(published_bytes, on_gpu=on_gpu)
     is_own_reference = recipe.lora.is_on and not recipe.train.reference  # with its adapter off

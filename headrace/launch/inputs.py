@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headrace.envs import MCP, check_environment, is_single_turn
 from headrace.imports import import_name
 from headrace.launch.examples import example_parts
 from headrace.records import UNSHAPED
@@ -58,9 +59,15 @@ class UserInputs:
     reward: Any = None
     """A function, its name, or a list of them."""
     environment: Any = None
-    """An object with `run(task, client)`; None is single-turn."""
+    """An object with `run(task, client)`, or its class; None takes the recipe's `[environment]`."""
+    tools: Any = None
+    """Tools that the policy may call: functions, classes, names. None takes the recipe's `environment.tools`."""
     sampler: Any = None
     """A class or function that makes a `TaskSampler`; None takes the recipe's `[sampler]`."""
+
+    def is_single_turn(self, recipe: Recipe) -> bool:
+        """Whether a task is one prompt and one answer."""
+        return is_single_turn(recipe.environment, environment=self.environment, tools=self.tools)
 
     def settled(self) -> UserInputs:
         """A copy with iterators turned into lists, since sources are opened more than once."""
@@ -161,12 +168,24 @@ def fingerprint_inputs(recipe: Recipe, given: UserInputs) -> dict[str, list[str]
     for key, name in (("train.loss", train.loss), ("train.schedule", train.schedule), ("sft.schedule", recipe.sft.schedule)):
         found[key] = [name, _hash(_source_of(import_name(name, setting=key))) if ":" in name else name]
     if given.sampler is None and ":" in recipe.sampler.kind:
-        kind = recipe.sampler.kind
-        found["sampler.kind"] = [kind, _hash(_source_of(import_name(kind, setting="sampler.kind")))]
+        found["sampler.kind"] = _named(recipe.sampler.kind, setting="sampler.kind")
+    named = [given.environment] if given.environment is not None else []
+    if recipe.environment.name and not named:
+        found["environment.name"] = _named(recipe.environment.name, setting="environment.name")
+    for index, tool in enumerate(given.tools or (() if named else recipe.environment.tools)):
+        is_server = isinstance(tool, str) and tool.startswith(MCP)
+        own = import_name(tool, setting="environment.tools") if isinstance(tool, str) and not is_server else tool
+        name = tool if isinstance(tool, str) else getattr(tool, "__qualname__", repr(tool))
+        found[f"environment.tools.{index}"] = [name, name if is_server else _hash(_source_of(own))]
     for argument, own in (("sampler", given.sampler), ("environment", given.environment)):
         if own is not None:
             found[argument] = [getattr(own, "__qualname__", type(own).__qualname__), _hash(_source_of(own))]
     return found
+
+
+def _named(name: str, *, setting: str) -> list[str]:
+    """[name, hash of the code that it names]"""
+    return [name, _hash(_source_of(import_name(name, setting=setting)))]
 
 
 def _source_of(function: Any) -> str:  # noqa: ANN401
@@ -265,7 +284,10 @@ def reward_functions(recipe: Recipe, given: UserInputs) -> list[tuple[RewardFunc
         sources = sources_of(recipe.tasks, given.tasks) or sources_of(recipe.evaluate.tasks, given.held_out)
         own = [builtin_reward(source.rows) for source in sources]
         functions = list({id(f): f for f in own if f is not None}.values())
-        if not functions or None in own:
+        environment = recipe.environment
+        if None in own and (given.environment is not None or environment.name or environment.command):
+            functions = []  # the environment's episodes bring their rewards
+        elif not functions or None in own:
             raise ConfigError("reward: none is given; name one in reward.functions, or pass reward=")
         if len(functions) > 1:
             raise ConfigError(
@@ -308,8 +330,12 @@ def check_inputs(recipe: Recipe, given: UserInputs) -> list[str]:
     stream, held_out = open_tasks(recipe, given), held_out_tasks(recipe, given)
     open_sampler(recipe, given)
     rewards = [function for function, _ in reward_functions(recipe, given)]
-    if given.environment is not None:
+    check_environment(recipe.environment, environment=given.environment, tools=given.tools)
+    if not given.is_single_turn(recipe):
         rewards = []  # an environment may give its episodes more columns
+        if recipe.reward.overlong_buffer:
+            told = "it compares the length of one answer with sampling.max_tokens, and an episode has several; set it to 0"
+            raise ConfigError(f"reward.overlong_buffer = {recipe.reward.overlong_buffer:g}: {told}")
     check_task_columns(stream.sources, rewards)
     check_task_columns(held_out_sources(recipe, given).values(), rewards, kind="held-out ")
     _imported(recipe.evaluate.answer, setting="evaluate.answer")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from headrace.envs import PromptEncoder
+from headrace.envs import PromptEncoder, can_resume
 from headrace.imports import import_name
 from headrace.launch.build import preflight
 from headrace.launch.folder import find_folder, locked, logged, prepare_folder, rescue_folder, set_aside, write_summary
@@ -308,7 +308,7 @@ class Launcher:
             context=config_limit(config, self.recipe.model.context),
             longest_prompt=longest_prompt(rows, encoder, held_out=held_out),
             num_held_out=sum(map(len, held_out.values())),
-            is_single_turn=self.given.environment is None,
+            is_single_turn=self.given.is_single_turn(self.recipe),
         )
 
     async def _restore(self, session: Session, checkpoint: Checkpoint) -> None:
@@ -319,6 +319,10 @@ class Launcher:
             f"{len(policy.buffer)} groups waiting, {len(policy.in_flight)} in flight with {policy.in_flight.num_partials} "
             f"partial rollouts, task {session.roles.tasks.position}"
         )
+        environment = session.roles.environment
+        if len(policy.in_flight) and not self.given.is_single_turn(self.recipe) and not can_resume(environment):
+            name = getattr(environment, "name", "")
+            self.screen.say(f"anew       episodes in flight begin again: environment {name!r} does not say `can_resume = True`")
 
     async def _train(self, session: Session) -> dict[str, Any]:
         """Train to the last step or until a stop request. The summary is written however it ends."""

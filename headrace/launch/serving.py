@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +34,7 @@ from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 if TYPE_CHECKING:
     import socket
+    from argparse import Namespace
     from collections.abc import Iterator
     from concurrent.futures import Future
 
@@ -43,34 +43,16 @@ if TYPE_CHECKING:
     from headrace.lora import LoraSettings
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Command-line options; `headrace serve --help` explains them."""
-
-    model: str
-    name: str
-    host: str
-    slots: int
-    queue: int
-    context: int
-    dtype: str
-    device: str
-    threads: int
-    api_token: str | None
-    control_token: str | None
-    adapters: tuple[tuple[str, str], ...] = ()
-    """(name, folder) of each."""
-
-
-def serve(options: ServeOptions, listener: socket.socket) -> int:
-    """Load the model, serve on `listener` until SIGINT or SIGTERM, and return the exit status."""
+def serve(options: Namespace, listener: socket.socket) -> int:
+    """Load the model, serve on `listener` until SIGINT or SIGTERM, and return the exit status. `options` are the
+    command's (`headrace serve --help`), with `api_token`, `control_token` and `adapters`, (name, folder) of each."""
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     with contextlib.closing(listener):
         core, tokenizer, adapters = _load(options)
         return asyncio.run(_serve(options, core, tokenizer, adapters, listener))
 
 
-def _load(options: ServeOptions) -> tuple[EngineCore, PreTrainedTokenizerBase, dict[str, HeldAdapter]]:
+def _load(options: Namespace) -> tuple[EngineCore, PreTrainedTokenizerBase, dict[str, HeldAdapter]]:
     try:
         settings = _check_adapters(options)
         with _model_folder(options) as path:
@@ -85,7 +67,7 @@ def _load(options: ServeOptions) -> tuple[EngineCore, PreTrainedTokenizerBase, d
     return core, tokenizer, adapters
 
 
-def _check_adapters(options: ServeOptions) -> LoraSettings | None:
+def _check_adapters(options: Namespace) -> LoraSettings | None:
     """The settings that all adapters have; None if there are none. Nothing is loaded yet."""
     found: LoraSettings | None = None
     for name, folder in options.adapters:
@@ -100,11 +82,14 @@ def _check_adapters(options: ServeOptions) -> LoraSettings | None:
             raise ConfigError(
                 f"--adapter {name}: it has {settings.to_plain()}, and {first!r} has {theirs}; serve them apart, or merge one"
             )
+        if settings.whole:
+            told = f"modules_to_save = {list(settings.whole)}, of which a batch has one version"
+            raise ConfigError(f"--adapter {name}: it has {told}; serve its folder as the model, or merge it")
         found = found or settings
     return found
 
 
-def _read_adapters(options: ServeOptions, model: PreTrainedModel, settings: LoraSettings) -> dict[str, HeldAdapter]:
+def _read_adapters(options: Namespace, model: PreTrainedModel, settings: LoraSettings) -> dict[str, HeldAdapter]:
     """The adapters by name. The model's own changes nothing: it is the base."""
     own, found = add_adapter(model, settings), {}
     own.turn_off()
@@ -119,7 +104,7 @@ def _read_adapters(options: ServeOptions, model: PreTrainedModel, settings: Lora
 
 
 @contextlib.contextmanager
-def _model_folder(options: ServeOptions) -> Iterator[str]:
+def _model_folder(options: Namespace) -> Iterator[str]:
     """The model's folder; a built-in model's is temporary."""
     if not options.model.startswith("builtin:"):
         yield options.model
@@ -142,7 +127,7 @@ def _identity(folder: Path) -> tuple[int, str]:
 
 
 async def _serve(
-    options: ServeOptions,
+    options: Namespace,
     core: EngineCore,
     tokenizer: PreTrainedTokenizerBase,
     adapters: dict[str, HeldAdapter],
@@ -189,7 +174,7 @@ async def _serve(
     return 0
 
 
-def _example(options: ServeOptions, url: str) -> str:
+def _example(options: Namespace, url: str) -> str:
     token = ' -H "Authorization: Bearer $HEADRACE_API_TOKEN"' if options.api_token else ""
     body = '{"prompt": "Hello", "max_tokens": 16}'
     return f"curl {url}/v1/completions{token} -H 'Content-Type: application/json' -d '{body}'"

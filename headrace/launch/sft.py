@@ -175,7 +175,7 @@ async def _roles(
     tasks = open_tasks(dataclasses.replace(recipe, seed=recipe.seed + 1), given)
     checked = [tasks.next().row for _ in range(_CHECKED_TASKS)]
     most_blocks = 0
-    if given.environment is None:  # only these tasks are in flight, each once
+    if given.is_single_turn(recipe):  # only these tasks are in flight, each once
         encoder = PromptEncoder(load_tokenizer(path, recipe.model))
         longest = longest_prompt(checked, encoder, held_out={}) + recipe.sampling.max_tokens
         tokens = min(config_limit(load_config(path), recipe.model.context), longest)

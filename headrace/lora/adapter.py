@@ -1,4 +1,4 @@
-"""An adapter added to a loaded model, by hooks on the linear layers it targets.
+"""An adapter added to a loaded model: by hooks on the linear layers it targets, and where experts compute (`model/experts.py`).
 
 The adapter is no part of the model: the model's tensors, their names and their memory stay as they are, and the adapter's can
 be published, saved and optimized alone.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from headrace.lora.expert_weights import ExpertWeight, find_expert_weights, split_experts
 from headrace.lora.peft_folder import AdapterError, read_tensors, write_folder
 from headrace.lora.settings import ALL
+from headrace.lora.whole_modules import WholeModule, find_whole_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     AddByRow = Callable[[Tensor, Tensor, Sequence["Target"]], Tensor]
     """From the output of layers that read the same input, side by side, and that input, to the output with the adapter."""
+    Adapted = nn.Linear | ExpertWeight | WholeModule
     Applied = tuple[Mapping[str, Tensor] | None, Tensor | None]
     """An adapter's tensors by name, None for its own; and the rows they apply to: [tokens, 1] of 0 and 1, or None for all."""
 
@@ -39,7 +43,8 @@ _OF_ALL: Sequence[Applied] = ((None, None),)
 
 @dataclass(eq=False)
 class Target:
-    """A linear layer and its matrices. Layers of one shape differ in the tensors alone, so they share one compilation."""
+    """A linear layer, or a weight of experts, and its matrices. Layers of one shape differ in the tensors alone, so they share
+    one compilation."""
 
     adapter: Adapter
     name: str
@@ -50,35 +55,51 @@ class Target:
 
 
 class Adapter(nn.Module):
-    """Two matrices for each target, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank], with PEFT's names."""
+    """Two matrices for each target, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank], with PEFT's names;
+    those of experts have the rank of all experts together (`expert_weights`). Beside these, the parameters of modules that are
+    trained whole."""
 
-    def __init__(self, targets: Mapping[str, nn.Linear], settings: LoraSettings, *, seed: int = 0) -> None:
+    def __init__(self, targets: Mapping[str, Adapted], settings: LoraSettings, *, seed: int = 0) -> None:
         super().__init__()
         self.settings = settings
+        self.expert_weights = [each.path for each in targets.values() if isinstance(each, ExpertWeight)]
+        self._whole = {each.module: name for name, each in targets.items() if isinstance(each, WholeModule)}
         draws = torch.Generator().manual_seed(seed)
-        for name, linear in targets.items():
-            down = torch.empty(settings.rank, linear.in_features)
-            bound = 1 / math.sqrt(linear.in_features)  # PEFT's: kaiming_uniform_(a=√5)
-            parts = {
-                "lora_A": down.uniform_(-bound, bound, generator=draws),
-                "lora_B": torch.zeros(linear.out_features, settings.rank),
-            }
-            for part, values in parts.items():
-                weight = nn.Parameter(values.to(linear.weight.device, linear.weight.dtype))
-                _nested(self, f"{name}.{part}").register_parameter("weight", weight)
+        for name, target in targets.items():
+            if isinstance(target, WholeModule):
+                values = {each: parameter.detach().clone() for each, parameter in target.parameters().items()}
+            else:
+                values = {each: torch.zeros(shape) for each, shape in self.shapes({name: target}, settings).items()}
+                bound = 1 / math.sqrt(target.in_features)  # PEFT's: kaiming_uniform_(a=√5)
+                values[f"{name}.lora_A.weight"].uniform_(-bound, bound, generator=draws)
+                values = {each: value.to(target.weight.device, target.weight.dtype) for each, value in values.items()}
+            for path, value in values.items():
+                parent, _, last = path.rpartition(".")
+                _nested(self, parent).register_parameter(last, nn.Parameter(value))
         self.own: dict[str, Tensor] = dict(self.named_parameters())
         self._applied = _OF_ALL
         self.by_row: AddByRow | None = None
         """Adds to each row of a pass its own version, instead of what `applying` says."""
 
     @staticmethod
-    def shapes(targets: Mapping[str, nn.Linear], settings: LoraSettings) -> dict[str, tuple[int, ...]]:
+    def shapes(targets: Mapping[str, Adapted], settings: LoraSettings) -> dict[str, tuple[int, ...]]:
         """Of the tensors of an adapter that is not made yet, by name."""
         found: dict[str, tuple[int, ...]] = {}
-        for name, linear in targets.items():
-            found[f"{name}.lora_A.weight"] = settings.rank, linear.in_features
-            found[f"{name}.lora_B.weight"] = linear.out_features, settings.rank
+        for name, target in targets.items():
+            if isinstance(target, WholeModule):
+                found |= {each: tuple(parameter.shape) for each, parameter in target.parameters().items()}
+                continue
+            ranks = settings.rank * (target.num_experts if isinstance(target, ExpertWeight) else 1)
+            found[f"{name}.lora_A.weight"] = ranks, target.in_features
+            found[f"{name}.lora_B.weight"] = target.out_features, ranks
         return found
+
+    @property
+    def beyond_linear(self) -> str:
+        """What it has besides matrices for linear layers, as the setting that asks for it; empty if nothing."""
+        if self.expert_weights:
+            return f"lora.targets names {self.expert_weights[0]!r}, a weight of experts"
+        return f"lora.whole names {next(iter(self._whole.values()))!r}" if self._whole else ""
 
     @contextlib.contextmanager
     def applying(self, applied: Sequence[Applied]) -> Iterator[None]:
@@ -99,7 +120,8 @@ class Adapter(nn.Module):
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor], *, base: str) -> None:
         """Write these values of its tensors as a PEFT folder; `base` is the model it was added to."""
-        write_folder(folder, self.settings, tensors, base=str(Path(base).resolve()) if Path(base).is_dir() else base)
+        base = str(Path(base).resolve()) if Path(base).is_dir() else base
+        write_folder(folder, self.settings, tensors, base=base, expert_weights=self.expert_weights)
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The values in a PEFT folder, if they are of this adapter's tensors."""
@@ -122,23 +144,59 @@ class Adapter(nn.Module):
             if found != wanted:
                 raise AdapterError(f"the adapter was made for another base model: {name!r} is {found} there, and {wanted} here")
 
-    def hook(self, linear: nn.Linear, name: str) -> None:
-        """Add the adapter's output to a layer's."""
+    def hook(self, adapted: Adapted, name: str) -> None:
+        """Add the adapter's output to a layer's, or put its copy of a module in the module's place."""
+        if isinstance(adapted, WholeModule):
+            adapted.module.register_forward_hook(self._replace, with_kwargs=True)
+            return
         down, up = (self.own[f"{name}.{part}.weight"] for part in ("lora_A", "lora_B"))
-        cast("Any", linear).headrace_target = Target(self, name, down, up)
-        linear.register_forward_hook(_add)
+        target = Target(self, name, down, up)
+        if isinstance(adapted, ExpertWeight):
+            cast("Any", adapted.experts).__dict__.setdefault("headrace_targets_of_experts", {})[adapted.parameter] = target
+        else:
+            cast("Any", adapted).headrace_target = target
+            adapted.register_forward_hook(_add)
 
     def add(self, output: Tensor, hidden: Tensor, target: Target) -> Tensor:
         """What a layer gives for `hidden`, from what it gives without the adapter."""
         if self.by_row is not None:
             return self.by_row(output, hidden, (target,))
+        for down, up, rows in self._matrices(target):
+            added = F.linear(F.linear(hidden, down), up) * self.settings.scale
+            output = output + (added if rows is None else added * rows.to(added.dtype))
+        return output
+
+    def replacing(self, module: nn.Module) -> dict[str, Tensor]:
+        """What to use instead of a module's own parameters now; empty if these."""
+        name = self._whole.get(module)
+        if name is None or not self._applied:
+            return {}
+        ((tensors, rows),) = self._applied
+        assert rows is None, "a module that is trained whole has one version in a batch"
+        given = self.own if tensors is None else tensors
+        return {each: given[f"{name}.{each}"] for each, _ in module.named_parameters()}
+
+    def _replace(self, module: nn.Module, inputs: tuple[Any, ...], more: dict[str, Any], output: Any) -> Any:  # noqa: ANN401
+        given = self.replacing(module)
+        if not given:
+            return output
+        with self.off():  # or this hook would call itself
+            return torch.func.functional_call(module, given, inputs, more)
+
+    def of_experts(self, target: Target, *, num_experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Of each version that is applied: [experts, in, rank] and [experts, rank, out], scaled, and the rows it applies to.
+        Zeros fill the rank up to a multiple of 8: grouped products need strides of 16 bytes."""
+        missing = -self.settings.rank % 8
+        for down, up, rows in self._matrices(target):
+            of_down, of_up = split_experts(down, up * self.settings.scale, num_experts=num_experts)
+            yield (F.pad(of_down, (0, missing)), F.pad(of_up, (0, 0, 0, missing)), rows) if missing else (of_down, of_up, rows)
+
+    def _matrices(self, target: Target) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         for tensors, rows in self._applied:
             down, up = target.down, target.up
             if tensors is not None:
                 down, up = (tensors[f"{target.name}.{part}.weight"] for part in ("lora_A", "lora_B"))
-            added = F.linear(F.linear(hidden, down), up) * self.settings.scale
-            output = output + (added if rows is None else added * rows.to(added.dtype))
-        return output
+            yield down, up, rows
 
 
 def _add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -158,13 +216,18 @@ def add_adapter(
     """Add an adapter to a model and freeze the model's own weights. `tensors`: the adapter's, by name; without them it starts
     as one that changes nothing."""
     assert adapter_of(model) is None, "the model has an adapter already"
-    targets = find_targets(model, settings.targets)
+    targets = find_targets(model, settings)
     adapter = Adapter(targets, settings, seed=seed)
+    if adapter.expert_weights and getattr(model.config, "_experts_implementation", None) != "headrace":  # nothing would add it
+        raise AdapterError(
+            f"lora.targets names {adapter.expert_weights[0]!r}: experts can have adapters where they run as grouped products, "
+            f"which they do not with exact = true; leave them out, or set exact = false"
+        )
     if tensors is not None:
         adapter.fill(tensors)
     model.requires_grad_(False)
-    for name, linear in targets.items():
-        adapter.hook(linear, name)
+    for name, target in targets.items():
+        adapter.hook(target, name)
     model.__dict__[_HELD_AS] = adapter  # not as a submodule, which would make its tensors the model's
     return adapter
 
@@ -181,24 +244,33 @@ def merge_adapter(model: PreTrainedModel) -> None:
     bfloat16 the sum drops most of a small update."""
     adapter = adapter_of(model)
     assert adapter is not None, "there is nothing to merge"
-    for name in find_targets(model, adapter.settings.targets):
+    for name, target in find_targets(model, adapter.settings).items():
+        if isinstance(target, WholeModule):
+            for path, parameter in target.parameters().items():
+                parameter.copy_(adapter.own[path])
+            continue
         down, up = (adapter.own[f"{name}.{part}.weight"].float() for part in ("lora_A", "lora_B"))
-        linear = model.get_submodule(name)
-        linear.get_parameter("weight").add_(up @ down, alpha=adapter.settings.scale)
-        del cast("Any", linear).headrace_target
+        if isinstance(target, ExpertWeight):
+            target.weight.add_(target.change(down, up), alpha=adapter.settings.scale)
+            del cast("Any", target.experts).headrace_targets_of_experts[target.parameter]
+        else:
+            target.weight.add_(up @ down, alpha=adapter.settings.scale)
+            del cast("Any", target).headrace_target
+    adapter.turn_off()  # modules that were trained whole use their own parameters again
     del model.__dict__[_HELD_AS]
 
 
-def find_targets(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers that an adapter targets, by name."""
+def find_targets(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Adapted]:
+    """The linear layers and weights of experts that an adapter targets, and the modules that are trained whole, by name."""
+    targets, whole = settings.targets, find_whole_modules(model, settings.whole)
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
-    if tuple(targets) == (ALL,):
-        return linear
-    found: dict[str, nn.Linear] = {}
+    linear = {name: module for name, module in linear.items() if not _is_within(name, whole)}
+    found: set[str] = set()
     for target in targets:
-        matched = {name: module for name, module in linear.items() if name == target or name.endswith(f".{target}")}
-        if not matched:
+        is_meant = functools.partial(names, target)
+        matched = list(linear) if target == ALL else [name for name in linear if is_meant(name)]
+        if not matched and not find_expert_weights(model, is_meant):
             known = sorted({name.rpartition(".")[2] for name in linear})
             near = ", ".join(difflib.get_close_matches(target, known, n=3, cutoff=0.0))
             others = [name for name, _ in model.named_parameters() if target in name.split(".")]
@@ -206,8 +278,21 @@ def find_targets(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn
             raise AdapterError(
                 f"lora.targets = {target!r}: {reason}; linear layers are called {', '.join(known)} (nearest: {near})"
             )
-        found |= matched
-    return {name: linear[name] for name in linear if name in found}
+        found.update(matched)
+    experts = find_expert_weights(
+        model, lambda name: any(names(target, name) for target in targets) and not _is_within(name, whole)
+    )
+    return {**{name: linear[name] for name in linear if name in found}, **experts, **whole}
+
+
+def _is_within(name: str, modules: Iterable[str]) -> bool:
+    """Whether it is one of these modules or a part of one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def names(target: str, name: str) -> bool:
+    """Whether a target, which may be the last parts of a name, means this one."""
+    return name == target or name.endswith(f".{target}")
 
 
 def _nested(root: nn.Module, path: str) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.lora.settings import ALL, LoraSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -21,10 +21,8 @@ _ALL_LINEAR = "all-linear"
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "bias": ("none",),
-    "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
-    "target_parameters": (None, []),
     "layers_to_transform": (None, []),
     "fan_in_fan_out": (False, None),
     "exclude_modules": (None, []),
@@ -36,9 +34,13 @@ class AdapterError(ValueError):
     """An adapter cannot be used; the message says which and why."""
 
 
-def to_peft(settings: LoraSettings, tensors: Iterable[str], *, base: str) -> dict[str, Any]:
-    """PEFT's `LoraConfig` of an adapter with tensors of these names; `base` is the model it belongs to."""
-    layers = {name.rpartition(".lora_")[0] for name in tensors}
+def to_peft(settings: LoraSettings, tensors: Iterable[str], *, base: str, expert_weights: Iterable[str] = ()) -> dict[str, Any]:
+    """PEFT's `LoraConfig` of an adapter with tensors of these names; `base` is the model it belongs to, `expert_weights` are
+    the parameters of experts among its targets."""
+    of_experts = {path.rpartition(".")[0] for path in expert_weights}
+    layers = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
+    layers = {layer for layer in layers if layer.partition(".base_layer")[0] not in of_experts}
+    named = [target for target in settings.targets if any(f".{layer}".endswith(f".{target}") for layer in layers)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -47,9 +49,9 @@ def to_peft(settings: LoraSettings, tensors: Iterable[str], *, base: str) -> dic
         "lora_alpha": int(settings.alpha) if settings.alpha.is_integer() else settings.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(
-            {layer.rpartition(".")[2] for layer in layers} if settings.targets == (ALL,) else settings.targets
-        ),
+        "target_modules": sorted({layer.rpartition(".")[2] for layer in layers} if ALL in settings.targets else named),
+        "modules_to_save": list(settings.whole) or None,
+        "target_parameters": sorted({".".join(path.split(".")[-2:]) for path in expert_weights}) or None,
         "use_rslora": settings.rslora,
         "inference_mode": True,
     }
@@ -80,10 +82,13 @@ def read_settings(folder: Path | str) -> LoraSettings:
     try:
         if int(given["r"]) < 1:
             raise ValueError(f"r = {given['r']}")
+        parameters = sorted(given.get("target_parameters") or ())
+        is_all = targets == _ALL_LINEAR or (targets is None and not parameters)
         return LoraSettings(
             rank=int(given["r"]),
             alpha=float(given["lora_alpha"]),
-            targets=(ALL,) if targets in (None, _ALL_LINEAR) else tuple(sorted(targets)),
+            targets=(ALL, *parameters) if is_all else (*sorted(targets or ()), *parameters),
+            whole=tuple(given.get("modules_to_save") or ()),
             rslora=bool(given.get("use_rslora")),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -106,7 +111,9 @@ def read_tensors(folder: Path | str) -> dict[str, Tensor]:
         raise AdapterError(f"{file}: it cannot be read: {error}") from error
 
 
-def write_folder(folder: Path, settings: LoraSettings, tensors: Mapping[str, Tensor], *, base: str) -> None:
+def write_folder(
+    folder: Path, settings: LoraSettings, tensors: Mapping[str, Tensor], *, base: str, expert_weights: Sequence[str] = ()
+) -> None:
     """Write an adapter that `peft` loads and vLLM serves."""
     from safetensors.torch import save_file
 
@@ -114,7 +121,8 @@ def write_folder(folder: Path, settings: LoraSettings, tensors: Mapping[str, Ten
     save_file(
         {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS_FILE, {"format": "pt"}
     )
-    (folder / CONFIG_FILE).write_text(json.dumps(to_peft(settings, tensors, base=base), indent=2, sort_keys=True) + "\n")
+    config = to_peft(settings, tensors, base=base, expert_weights=expert_weights)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -24,16 +24,23 @@ class LoraSettings:
     """The adapter's output is multiplied by alpha ÷ rank."""
     targets: tuple[str, ...] = (ALL,)
     """The linear layers that get an adapter, by the last parts of their names, such as `q_proj` or `mlp.up_proj`; `all`: every
-    one but the head."""
+    one but the head. `experts`, or `experts.down_proj`, names weights of experts, each of which gets matrices of its own."""
+    whole: tuple[str, ...] = ()
+    """Modules that are trained whole beside the adapter, by the last parts of their names, such as `lm_head` or `embed_tokens`;
+    PEFT's `modules_to_save`."""
     rslora: bool = False
     """Multiply by alpha ÷ √rank instead, so that higher ranks learn as fast (rank-stabilised LoRA)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "whole", tuple(self.whole))
         check(self.rank >= 0, "rank", self.rank, "≥ 0")
         check(0 < self.alpha < math.inf, "alpha", self.alpha, "a number above 0")
-        is_named = bool(self.targets) and all(self.targets) and (ALL not in self.targets or len(self.targets) == 1)
-        check(is_named, "targets", list(self.targets), "names of layers, or 'all' alone")
+        others = [target for target in self.targets if target != ALL]
+        is_named = bool(self.targets) and all(self.targets)
+        is_clear = ALL not in self.targets or all("experts" in target.split(".") for target in others)
+        check(all(self.whole), "whole", list(self.whole), "names of modules")
+        check(is_named and is_clear, "targets", list(self.targets), "names of layers, or 'all', alone or with names of experts")
 
     @property
     def is_on(self) -> bool:
@@ -41,7 +48,8 @@ class LoraSettings:
 
     def to_plain(self) -> dict[str, Plain] | None:
         """What a weight update says besides the tensors, whose names are the targets; None if it is off."""
-        return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora} if self.is_on else None
+        told: dict[str, Plain] = {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora}
+        return told | ({"whole": list(self.whole)} if self.whole else {}) if self.is_on else None
 
     @property
     def scale(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,17 +47,18 @@ class Slot:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # in elements
+    room: int = 0  # elements behind it that others may fill
 
     @property
     def stop(self) -> int:
-        """One past its last element; padding follows up to the next tensor."""
+        """One past its last element; room and padding follow up to the next tensor."""
         return self.start + math.prod(self.shape)
 
     @property
     def end(self) -> int:
         """Where the next tensor may start."""
         unit = ALIGNMENT // self.dtype.itemsize
-        return -(-self.stop // unit) * unit
+        return -(-(self.stop + self.room) // unit) * unit
 
 
 class Arena:
@@ -84,9 +86,10 @@ class Arena:
 
     @classmethod
     @torch.no_grad()
-    def adopt(cls, model: nn.Module, allocate: Allocate | None = None) -> Arena:
+    def adopt(cls, model: nn.Module, allocate: Allocate | None = None, room: Mapping[str, int] | None = None) -> Arena:
         """Copy a model's tensors into an arena and make every parameter a view into it, freeing the old memory one by one. Call
-        it last: moving the model to another device or dtype takes its tensors out again."""
+        it last: moving the model to another device or dtype takes its tensors out again. `room`: rows to leave free behind
+        matrices, which `joined` shows with them; none behind tensors that have another name too."""
         holders = dict(held_tensors(model))
         devices = {str(tensor.device): tensor.device for tensor in holders.values()} or {"cpu": torch.device("cpu")}
         if len(devices) > 1 or "meta" in devices:
@@ -94,8 +97,11 @@ class Arena:
             raise ArenaError(f"an arena is on one device and holds real tensors; this model's are on {where}")
         _check_overlaps(holders)
         slots = _lay_out(
-            (name, tensor.dtype, tuple(tensor.shape), _memory(tensor) if tensor.numel() else name)
-            for name, tensor in holders.items()
+            (
+                (name, tensor.dtype, tuple(tensor.shape), _memory(tensor) if tensor.numel() else name)
+                for name, tensor in holders.items()
+            ),
+            {name: rows * holders[name].shape[1] for name, rows in (room or {}).items() if name in holders},
         )
         arena = cls(slots, device=next(iter(devices.values())), allocate=allocate)
         arena._holders = holders
@@ -116,7 +122,8 @@ class Arena:
         return self.memory.numel()
 
     def joined(self, names: Sequence[str]) -> Tensor | None:
-        """One view over adjacent tensors, stacked along dimension 0; None if there are gaps or they do not stack."""
+        """One view over adjacent tensors, stacked along dimension 0, and the room behind the last; None if there are gaps or
+        they do not stack."""
         slots = [self.slots[name] for name in names]
         first = slots[0]
         stop = first.start
@@ -124,7 +131,7 @@ class Arena:
             if not slot.shape or (slot.dtype, slot.start, slot.shape[1:]) != (first.dtype, stop, first.shape[1:]):
                 return None
             stop = slot.stop
-        return self.flat[first.dtype][first.start : stop].view(-1, *first.shape[1:])
+        return self.flat[first.dtype][first.start : stop + slots[-1].room].view(-1, *first.shape[1:])
 
     def exchange(self, other: Arena) -> None:
         """Swap memory with the other arena, copying nothing; the model then runs on what the other held."""
@@ -182,14 +189,16 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Hashable]]) -> dict[str, Slot]:
-    """From (name, dtype, shape, memory); tensors of the same memory share a slot."""
+def _lay_out(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Hashable]], room: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Slot]:
+    """From (name, dtype, shape, memory); tensors of the same memory share a slot. `room`: elements, by name."""
     tensors = list(tensors)
     slots: dict[str, Slot] = {}
     starts: dict[Hashable, int] = {}
     ends: dict[torch.dtype, int] = {}
     for name, dtype, shape, memory in sorted(tensors, key=lambda tensor: len(tensor[2]) < 2):
-        slots[name] = Slot(dtype, shape, starts.setdefault(memory, ends.get(dtype, 0)))
+        slots[name] = Slot(dtype, shape, starts.setdefault(memory, ends.get(dtype, 0)), room.get(name, 0))
         ends[dtype] = max(ends.get(dtype, 0), slots[name].end)
     return {name: slots[name] for name, *_ in tensors}
 

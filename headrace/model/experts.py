@@ -9,12 +9,15 @@ gradients are summed in the same order every time.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+if TYPE_CHECKING:
+    from headrace.lora import Target
 
 NAME = "headrace"
 
@@ -27,6 +30,7 @@ def register() -> None:
 def run_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """[tokens, hidden], weighted sums of what each token's `chosen` experts, [tokens, top_k], make of it."""
     own: Any = experts
+    adapted: dict[str, Target] = getattr(own, "headrace_targets_of_experts", {})
     up = own.gate_up_proj if own.has_gate else own.up_proj
     by_expert, order = chosen.flatten().int().sort(stable=True)
     numbers = torch.arange(len(up), dtype=torch.int32, device=hidden.device)
@@ -35,6 +39,10 @@ def run_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Ten
 
     def linear(rows: Tensor, name: str, weight: Tensor) -> Tensor:
         product: Tensor = grouped_product(rows, weight if own.is_transposed else weight.transpose(-2, -1), ends)
+        target = adapted.get(name)
+        for down, up, applies_to in () if target is None else target.adapter.of_experts(target, num_experts=len(weight)):
+            added = grouped_product(grouped_product(rows, down, ends), up, ends)
+            product = product + (added if applies_to is None else added * applies_to[order // chosen.shape[1]].to(added.dtype))
         return product + getattr(own, f"{name}_bias")[by_expert] if own.has_bias else product
 
     rows: Tensor = _Sort.apply(hidden.to(up.dtype), order, back, chosen.shape[1])  # type: ignore[no-untyped-call]

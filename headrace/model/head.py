@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from headrace.lora import adapter_of
 from headrace.model.attention import EXACT_ROWS
 from headrace.model.fused_head import (
     AllTokens,
@@ -35,9 +36,7 @@ class Head:
     """A model's output embedding and its scaling of logits."""
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
-        linear = model.get_output_embeddings()
-        self.weight: Tensor = linear.weight  # [vocabulary, hidden]
-        self.bias: Tensor | None = getattr(linear, "bias", None)
+        self._model, self._linear = model, model.get_output_embeddings()
         config = model.config.get_text_config()
         self.scaling = Scaling(
             divisor=getattr(config, "logits_scaling", None),
@@ -46,6 +45,23 @@ class Head:
         )
         self._exact = exact
         self._padding = EXACT_ROWS if exact else 1
+
+    @property
+    def weight(self) -> Tensor:
+        """[vocabulary, hidden]; the adapter's, if that has the head whole."""
+        found = self._parameter("weight")
+        assert found is not None
+        return found
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._parameter("bias")
+
+    def _parameter(self, name: str) -> Tensor | None:
+        adapter = adapter_of(self._model)
+        replaced = {} if adapter is None else adapter.replacing(self._linear)
+        found: Tensor | None = replaced.get(name, getattr(self._linear, name, None))
+        return found
 
     @property
     def vocabulary(self) -> int:

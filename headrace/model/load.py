@@ -120,7 +120,7 @@ def parameter_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
 def adapter_shapes(settings: ModelSettings, lora: LoraSettings) -> dict[str, tuple[int, ...]]:
     """Of every tensor of the adapter that would be added, by name, from the model's config alone."""
     found = read_settings(settings.path) if base_of(settings.path) else lora
-    return Adapter.shapes(find_targets(_without_weights(settings), found.targets), found)
+    return Adapter.shapes(find_targets(_without_weights(settings), found), found)
 
 
 def _without_weights(settings: ModelSettings) -> PreTrainedModel:

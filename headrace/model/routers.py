@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from headrace.model.load import ModelError, hidden_states, is_router, put_before
 from headrace.records import unknown_expert
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
     from transformers import PreTrainedModel
@@ -36,7 +36,16 @@ if TYPE_CHECKING:
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MOST_NARROW = 254  # experts that fit uint8, with 255 for an unknown one
 _TOP_K = (torch.topk, torch.Tensor.topk)
+_SIGMOID = (torch.sigmoid, torch.Tensor.sigmoid)
 _PROBED = 16  # tokens
+
+
+class Watched(NamedTuple):
+    """What a pass leaves of one layer; differentiable."""
+
+    logits: Tensor  # [rows, experts]
+    shares: Tensor  # [rows, experts]: the router's scores of all experts, as shares of 1
+    chosen: Tensor  # [rows, top_k]: the experts it used
 
 
 def find_readable_routers(model: PreTrainedModel) -> Routers | None:
@@ -52,25 +61,27 @@ def find_readable_routers(model: PreTrainedModel) -> Routers | None:
             found[int(layer[1])] = routers[0]
     match list({(getattr(router, "top_k", None), getattr(router, "num_experts", None)) for router in found.values()}):
         case [(int(top_k), int(num_experts))]:
-            return Routers(model, [found[layer] for layer in sorted(found)], top_k=top_k, num_experts=num_experts)
+            return Routers(model, dict(sorted(found.items())), top_k=top_k, num_experts=num_experts)
     return None
 
 
 class Routers:
     """A model's routers in layer order: what they choose is seen and replayed."""
 
-    def __init__(self, model: PreTrainedModel, routers: Sequence[nn.Module], *, top_k: int, num_experts: int) -> None:
-        self._routers: list[Any] = list(routers)
+    def __init__(self, model: PreTrainedModel, routers: Mapping[int, nn.Module], *, top_k: int, num_experts: int) -> None:
+        self._routers: list[Any] = list(routers.values())
+        self.layers = list(routers)  # their places among all decoder layers
         for followed in self._routers:
             put_before(followed, _Followed)
             followed.headrace_top_k = top_k
         self.num_layers = len(routers)  # decoder layers with experts
         self.top_k = top_k  # experts per token in each of them
         self.num_experts = num_experts
-        self.dtype = torch.uint8 if num_experts <= _MOST_NARROW else torch.int16  # holds an expert's number
+        self.dtype_name = "uint8" if num_experts <= _MOST_NARROW else "int16"  # holds an expert's number
+        self.dtype: torch.dtype = getattr(torch, self.dtype_name)
         self._sink: Sink | None = None
         self._differs: Tensor | None = None
-        self._watched: dict[int, tuple[Tensor, Tensor]] | None = None
+        self._watched: dict[int, Watched] | None = None
         model.base_model.register_forward_hook(lambda *_: self._collect())
 
     @contextlib.contextmanager
@@ -105,18 +116,18 @@ class Routers:
                 router.headrace_recorded = router.headrace_differs = None
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-        """Within it, a pass leaves each layer's logits, [rows, experts] and differentiable, and the experts it used, [rows,
-        top_k], in what this yields. A backward pass that recomputes layers must be within it too."""
+    def watching(self) -> Iterator[dict[int, Watched]]:
+        """Within it, a pass leaves each layer's `Watched` in what this yields. A backward pass that recomputes layers must be
+        within it too."""
         self._watched = {}
         for router in self._routers:
-            router.headrace_keeps_logits = True
+            router.headrace_is_watched = True
         try:
             yield self._watched
         finally:
             self._watched = None
             for router in self._routers:
-                router.headrace_keeps_logits, router.headrace_logits = False, None
+                router.headrace_is_watched, router.headrace_watched = False, None
 
     @torch.no_grad()
     def check_replay(self, model: PreTrainedModel) -> None:
@@ -147,34 +158,40 @@ class Routers:
             if self._sink is not None:
                 self._sink(index, router.headrace_chosen)
             if self._watched is not None:
-                self._watched[index] = router.headrace_logits, router.headrace_chosen
+                logits, shares = router.headrace_watched
+                self._watched[index] = Watched(logits, shares, router.headrace_chosen)
 
 
 class _Followed:
     """Comes before a router's own class."""
 
     headrace_recorded: Tensor | None = None  # [rows, top_k]: what to replay
-    headrace_keeps_logits = False
+    headrace_is_watched = False
     headrace_top_k: int
     headrace_chosen: Tensor  # this and the rest is what a pass leaves
     headrace_differs: Tensor | None
-    headrace_logits: Tensor | None
+    headrace_watched: tuple[Tensor, Tensor] | None  # logits, shares
 
     def forward(self, *given: Any) -> Any:  # noqa: ANN401  (a router's inputs and outputs)
         router: Any = self
         own, recorded = super().forward, self.headrace_recorded  # type: ignore[misc]
-        if recorded is None:
+        live: list[Tensor] = []
+        scores: list[Tensor] = []
+        with contextlib.ExitStack() as seeing:
+            if recorded is not None:
+                seeing.enter_context(_ForcedChoice(recorded, live, num_experts=router.num_experts))
+            if self.headrace_is_watched:
+                seeing.enter_context(_SeenScores(scores, num_experts=router.num_experts))
             output = own(*given)
-        else:
-            live: list[Tensor] = []
-            with _ForcedChoice(recorded, live, num_experts=router.num_experts):
-                output = own(*given)
+        if recorded is not None:
             if len(live) != 1:
                 raise ModelError(f"{type(self).__name__} does not choose its experts by one call of `topk`")
             self.headrace_differs = (live[0].sort().values != recorded.sort().values).any(dim=-1)
         self.headrace_chosen = _indices(router, output, top_k=self.headrace_top_k)
-        if self.headrace_keeps_logits:
-            self.headrace_logits = _logits(output)
+        if self.headrace_is_watched:
+            logits = _logits(output)
+            shares = scores[0] / scores[0].sum(dim=-1, keepdim=True) if scores else logits.float().softmax(dim=-1)
+            self.headrace_watched = logits, shares
         return output
 
 
@@ -196,6 +213,22 @@ class _ForcedChoice(TorchFunctionMode):
         self._live.append(found[1])
         chosen = torch.where((recorded >= 0).all(dim=-1, keepdim=True), recorded, found[1])
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+
+
+class _SeenScores(TorchFunctionMode):
+    """Within it, sigmoids over [rows, experts] are noted in `scores`."""
+
+    def __init__(self, scores: list[Tensor], *, num_experts: int) -> None:
+        super().__init__()
+        self._scores, self._num_experts = scores, num_experts
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401  (whatever the function returns)
+        found = function(*args, **(kwargs or {}))
+        if function in _SIGMOID and found.shape[-1] == self._num_experts:
+            self._scores.append(found.reshape(-1, self._num_experts))
+        return found
 
 
 def check_recorded(routers: Routers | None, rollouts: Iterable[Rollout]) -> None:

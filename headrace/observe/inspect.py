@@ -40,7 +40,8 @@ def render(rollout: Rollout, token_text: Callable[[int], str]) -> str:
     call = rollout.calls[-1] if rollout.calls else None
     lines = [
         f"rollout {rollout.id}  group {rollout.group}  policy {rollout.policy}  lineage {rollout.lineage}  "
-        f"{rollout.finish_reason or 'not generated'}  {rollout.outcome}",
+        f"{rollout.finish_reason or 'not generated'}  {rollout.outcome}"
+        + ("" if rollout.parent is None else f"  forked from {rollout.parent[0]} at token {rollout.parent[1]}"),
         f"rewards {rollout.rewards}" + (f"  temperature {call.sampling.temperature}  engine {call.engine}" if call else ""),
         f"{'index':>5}  {'id':>6}  {'token':14} {'source':8} {'version':>7}  {'logprob':>9}  mask",
     ]

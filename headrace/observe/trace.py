@@ -1,7 +1,7 @@
 """trace.json for Perfetto: one track for each engine, for the trainer and the scorer, and for their threads that move weights.
 
-It is a JSON array with an event a line, closed when the run ends; Perfetto can open it before that, and after a crash. A full
-one becomes trace-1.json, trace-2.json and so on, and the oldest of these are removed.
+It is a JSON array with an event a line, closed when the run ends; Perfetto can open it before that, and after a crash. When it
+has half of the space, it becomes trace-1.json, in place of the one before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from headrace.observe.sinks import remove_oldest
 from headrace.observe.timeline import BESIDE
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from headrace.observe.timeline import Slice
 
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
-_NUM_PARTS = 8
-"""The most bytes are kept in so many files, so that removing one loses little."""
 _PENDING_BYTES = 64 << 10
 _FIRST_TRACKS = {"trainer": 1, "scorer": 3, "engine": 5}
 _LANES = {"": 0, ": weights": 1, ": checkpoints": 3}
@@ -89,15 +86,11 @@ class Trace:
     # Files
 
     def _flush(self) -> None:
-        """Write whole lines, so that a killed process leaves a trace that opens. If they do not fit, start another part."""
+        """Write whole lines, so that a killed process leaves a trace that opens. If they do not fit, start another file."""
         pending, self._pending = self._pending, bytearray()
-        part_bytes = self._max_bytes // _NUM_PARTS
-        if self._file.tell() + len(pending) > part_bytes:
+        if self._file.tell() + len(pending) > self._max_bytes // 2:
             self._close()
-            older = sorted(self._path.parent.glob("trace-[0-9]*.json"), key=_part_number)
-            number = 1 + (_part_number(older[-1]) if older else 0)
-            older.append(self._path.rename(self._path.with_name(f"trace-{number}.json")))
-            remove_oldest(older, max_bytes=self._max_bytes - part_bytes)
+            self._path.replace(self._path.with_name("trace-1.json"))
             self._file = self._open()
             for track in self._tracks:
                 self._introduce(track)
@@ -122,7 +115,3 @@ class Trace:
         self._file.truncate(self._file.tell() - 2)
         self._file.write(b"\n]\n")
         self._file.close()
-
-
-def _part_number(path: Path) -> int:
-    return int(path.stem.removeprefix("trace-"))

@@ -3,7 +3,7 @@
 - `KEEP`: the weights are swapped between two decode steps and rollouts continue; later tokens are stamped with the newer
   version and sampled over the older version's KV cache. Nothing is wasted and nothing stalls.
 - `RETRACT`: as `KEEP`, but the KV cache is dropped and each prefix is computed again under the new weights, inside the engine:
-  no call ends. `kv = "recompute"` turns `KEEP` into this.
+  no call ends.
 - `DRAIN`: rollouts in flight finish first, so none spans two versions; the engine runs empty meanwhile.
 - `ABORT`: rollouts in flight end at once with `finish_reason=ABORT` and are resumed from their prefix, computed again under the
   new weights.
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         is_over_age,
         is_resumable,
         pauses_unfinished,
+        recorded_turn,
         surviving_part,
     )
 else:

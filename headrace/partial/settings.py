@@ -38,8 +38,6 @@ class PartialSettings:
     """`keep`: swap the weights between two decode steps and continue. `retract`: swap, drop the KV cache, compute each prefix
     again and continue. `drain`: finish them first. `abort`: stop them, swap, and resume each from its prefix. `lease`, with
     [lora]: each finishes with the version of the adapter it began with, while new ones begin with the newest."""
-    kv: Literal["keep", "recompute"] = "keep"
-    """With `keep`: whether rollouts continue over the KV cache they have, or `recompute` it, which is `retract`."""
     cancel: Literal["never", "over_age"] = "never"
     """`over_age`: give up groups in flight that hold a token too old for every batch to come, and submit others instead.
     `never`: let them finish; staleness.reject drops them then."""
@@ -53,9 +51,8 @@ class PartialSettings:
 
     @property
     def pausing(self) -> Interrupt:
-        """How engines pause: `interrupt`, with `kv` taken into account."""
-        interrupt = Interrupt(self.interrupt)
-        return Interrupt.RETRACT if interrupt.keeps_kv and self.kv == "recompute" else interrupt
+        """How engines pause."""
+        return Interrupt(self.interrupt)
 
     @property
     def leases(self) -> bool:

@@ -44,6 +44,11 @@ def is_over_age(oldest: int, *, next_version: int, max_lag: int) -> bool:
 def check_unfinished(recipe: Recipe) -> None:
     """Refuse a `[partial]` that would have no effect, or not the one it promises."""
     partial, staleness, takes_turns = recipe.partial, recipe.staleness, buffer_policy(recipe).takes_turns
+    if partial.leases and recipe.lora.whole:
+        raise ConfigError(
+            f"partial.interrupt = '{partial.interrupt}': a batch has one version of lora.whole = {list(recipe.lora.whole)}; "
+            f"set it to 'keep', or leave lora.whole empty"
+        )
     if partial.leases and not recipe.lora.is_on:
         raise ConfigError(
             f"partial.interrupt = '{partial.interrupt}': an engine cannot hold several versions of all weights; set lora.rank, "
@@ -106,6 +111,27 @@ def is_continuation(prompt: Rollout, partial: Rollout) -> bool:
         and np.array_equal(partial.source[:start], prompt.source)
         and bool((partial.source[start:] == Source.SAMPLED).all())
     )
+
+
+def recorded_turn(prompt: Rollout, recorded: Rollout) -> Rollout | None:
+    """What a generate call returned for this prompt before, out of a rollout that was recorded later; None if it was another
+    prompt, token for token. An environment that can resume gets its finished turns again this way."""
+    start = len(prompt)
+    number = next((number for number, call in enumerate(recorded.calls) if call.start == start), None)
+    same = np.array_equal(recorded.token_ids[:start], prompt.token_ids) and np.array_equal(
+        recorded.source[:start], prompt.source
+    )
+    if number is None or not same:
+        return None
+    calls = recorded.calls
+    while calls[number].finish_reason is FinishReason.ABORT and number + 1 < len(calls):
+        if calls[number + 1].start != calls[number].stop:
+            break
+        number += 1  # the same turn, resumed
+    stop = calls[number].stop
+    if stop == len(recorded):
+        return recorded
+    return recorded.forked(stop, id=f"{recorded.id} cut").replace(id=recorded.id, parent=recorded.parent)
 
 
 def surviving_part(rollout: Rollout, lineage: Lineage) -> Rollout | None:

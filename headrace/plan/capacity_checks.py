@@ -14,9 +14,8 @@ from headrace.config import make_recipe
 from headrace.launch import forecast_memory
 from headrace.partial import pauses_unfinished
 from headrace.plan.doctor import Finding, check, size
-from headrace.plan.machine_checks import SHARED_MEMORY
 from headrace.settings import to_dict
-from headrace.sync import transport_class
+from headrace.sync import shared_folder, transport_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,7 +132,7 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
 @check()
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     recipe = subject.recipe
-    folder = Path(recipe.sync.folder) if recipe and recipe.sync.folder else SHARED_MEMORY
+    folder = shared_folder(recipe.sync.folder if recipe else "")
     if not folder.is_dir():
         return
     free, need = shutil.disk_usage(folder).free, 2 * subject.published_bytes
@@ -144,7 +143,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     transport = recipe.sync.transport if recipe is not None and not recipe.is_inline else ""
     is_used = transport == "auto" or (transport and transport_class(transport).uses_folder)
     fix = f"make it larger: `mount -o remount,size={need // 10**9 + 1}G {folder}`, or --shm-size of a container"
-    if folder != SHARED_MEMORY:
+    if folder != shared_folder():
         fix = "make room there, or name another folder in sync.folder"
     yield Finding("problem" if is_used else "warning", what, fix)
 

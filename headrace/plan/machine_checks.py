@@ -1,26 +1,20 @@
-"""Checks of the machine that do not need torch: processor, sockets, and what dead runs left behind."""
+"""Checks of the machine that do not need torch: processor, and runs that go on or have died."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
-import socket
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from headrace.launch import is_in_use, read_summary
-from headrace.leftovers import orphans
-from headrace.plan.doctor import Finding, check, size
-from headrace.rpc import socket_place
+from headrace.plan.doctor import Finding, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headrace.plan.doctor import Check, Subject
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @check()
@@ -50,48 +44,6 @@ def usable_cores() -> float:
 
 
 @check()
-def check_sockets(subject: Subject) -> Iterator[Finding]:
-    folder = tempfile.gettempdir()
-    try:
-        with tempfile.TemporaryDirectory(prefix=f"headrace-{os.getpid()}-") as place, socket.socket(socket.AF_UNIX) as unix:
-            unix.bind(str(Path(place) / "engine-0.socket"))
-        yield Finding("ok", f"Unix sockets can be made in {folder}")
-    except OSError as error:
-        what = f"no Unix socket can be made in {folder}: {error}"
-        yield Finding("problem", what, "set TMPDIR to a short path on a local disk, such as TMPDIR=/tmp")
-    try:
-        with socket.socket(socket.AF_INET) as loopback:
-            loopback.bind(("127.0.0.1", 0))
-        yield Finding("ok", "ports of 127.0.0.1 can be bound")
-    except OSError as error:
-        yield Finding("problem", f"no port of 127.0.0.1 can be bound: {error}", "let the process use the loopback interface")
-
-
-def leftover_places(folder: str) -> list[Path]:
-    """Folders in which runs with this `sync.folder` put files that their processes share."""
-    shared = Path(folder) if folder else SHARED_MEMORY
-    return list(dict.fromkeys((shared, Path(tempfile.gettempdir()), socket_place())))
-
-
-@check()
-def check_leftovers(subject: Subject) -> Iterator[Finding]:
-    for place in leftover_places(subject.recipe.sync.folder if subject.recipe is not None else ""):
-        stale = [path for prefix in orphans(place) for path in sorted(place.glob(f"{prefix}[-.]*"))]
-        if stale:
-            names = " ".join(map(str, stale[:8])) + (" …" if len(stale) > 8 else "")
-            what = f"left behind by runs that were killed, {size(sum(map(_num_bytes, stale)))}: {names}"
-            yield Finding("warning", what, "the next run on this host removes it")
-
-
-def _num_bytes(path: Path) -> int:
-    total = 0
-    for file in (path, *path.rglob("*")):
-        with contextlib.suppress(OSError):  # a run that has just started removes it
-            total += file.lstat().st_size if file.is_file() else 0
-    return total
-
-
-@check()
 def check_runs(subject: Subject) -> Iterator[Finding]:
     """The system releases a lock when its process ends, unless a child that inherited the file outlives it."""
     folders = [subject.run_dir] if subject.run_dir is not None else sorted(subject.runs.glob("*"))
@@ -118,4 +70,4 @@ def holders(path: Path) -> list[str]:
     return found
 
 
-CHECKS: tuple[Check, ...] = (check_python, check_cores, check_sockets, check_leftovers, check_runs)
+CHECKS: tuple[Check, ...] = (check_python, check_cores, check_runs)

@@ -18,7 +18,6 @@ from headrace.records.validate import check_kind, frozen
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from headrace.records.sampling import Call
     from headrace.records.validate import Array
 
 TOKEN_ARRAYS: dict[str, np.dtype[Any]] = {
@@ -71,17 +70,6 @@ def check_calls(rows: Array, starts: Array, stops: Array, *, source: Array, ids:
     is_call[1::2] = True
     holds = is_call.repeat(edges[1:] - edges[:-1]) == (source == SAMPLED)
     _require(holds, "calls do not cover exactly the sampled tokens", ids=ids, offsets=offsets)
-
-
-def covers(calls: Sequence[Call], is_sampled: Array) -> bool:
-    """Whether `check_calls` accepts the calls of one rollout; a third of its time, for that of a few calls is overhead."""
-    covered = end = 0
-    for call in calls:
-        start, stop = call.start, call.stop
-        if not end <= start <= stop <= len(is_sampled) or np.count_nonzero(is_sampled[start:stop]) != stop - start:
-            return False
-        covered, end = covered + stop - start, stop
-    return covered == np.count_nonzero(is_sampled)
 
 
 def _require(holds: Array, rule: str, *, ids: Sequence[str], offsets: Sequence[int] | Array) -> None:

@@ -29,7 +29,7 @@ from headrace.records.sampling import InfraAbort, Invalid, Sampling, SamplingMas
 from headrace.records.weight_update import Manifest, Part, WeightUpdate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from headrace.records.validate import Array
 
@@ -41,8 +41,6 @@ MAX_FRAME = 64 << 30
 """Bytes; a frame that announces more is rejected unread."""
 MAX_HEADER = 256 << 20
 """Bytes; likewise. Everything but arrays is in the header."""
-MAX_DEPTH = 64
-"""Nesting of lists and dicts; deeper is rejected."""
 
 _PREAMBLE = struct.Struct("<3sBIQ")
 _CHECKSUM = struct.Struct("<I")
@@ -57,8 +55,6 @@ _FIELDS = {record: tuple(field.name for field in dataclasses.fields(record)) for
 _MALFORMED = ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, msgpack.UnpackException
 _ARRAY, _RECORD = 1, 2
 """Codes of our msgpack extensions."""
-_TIMESTAMPS = b"\xd6\xff", b"\xd7\xff", b"\xc7\x0c\xff"
-"""How msgpack's own extension starts, which takes no hook. Numbers may hold the same bytes."""
 _MAX_RECORD_DEPTH = 8
 """Records within records; ours are two deep. More would cost C stack, which is not checked."""
 
@@ -217,34 +213,8 @@ def _checked_sizes(header_size: int, body_size: int, *, max_bytes: int) -> tuple
 
 
 def _read(packed: bytes | memoryview, extension: Callable[[int, bytes], Any]) -> Any:  # noqa: ANN401
-    """Decode msgpack without bytes and timestamps, with text for keys; `extension` makes values of our extensions."""
-    num_containers = 0
-
-    def count(container: Any) -> Any:  # noqa: ANN401
-        nonlocal num_containers
-        num_containers += 1
-        return container
-
-    packed = bytes(packed)
-    value = msgpack.unpackb(packed, ext_hook=extension, list_hook=count, object_hook=count, max_bin_len=0)
-    if num_containers > MAX_DEPTH or any(start in packed for start in _TIMESTAMPS):  # most need no second look
-        _check_items((value,))
-    return value
-
-
-def _check_items(items: Collection[Any], *, depth: int = 0) -> None:
-    kinds = set(map(type, items))
-    if msgpack.Timestamp in kinds:
-        raise WireError("a timestamp does not travel")
-    if kinds.isdisjoint((list, dict)):
-        return
-    if depth == MAX_DEPTH:
-        raise WireError(f"nested deeper than {MAX_DEPTH}")
-    for item in items:
-        if type(item) is list:
-            _check_items(item, depth=depth + 1)
-        elif type(item) is dict:
-            _check_items(item.values(), depth=depth + 1)
+    """Decode msgpack without bytes, with text for keys; `extension` makes values of our extensions."""
+    return msgpack.unpackb(packed, ext_hook=extension, max_bin_len=0)
 
 
 def _revive(packed: bytes | memoryview, body: memoryview, *, depth: int = 0) -> Any:  # noqa: ANN401

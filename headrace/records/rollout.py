@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.records.check import OPTIONAL_FIELDS, SAMPLED, TOKEN_ARRAYS, check_calls, check_tokens, covers, read_fields
+from headrace.records.check import OPTIONAL_FIELDS, SAMPLED, TOKEN_ARRAYS, check_calls, check_tokens, read_fields
 from headrace.records.expert_routing import cut_routing, merge_routing
 from headrace.records.sampling import Call, FinishReason, Outcome, Sampling, SamplingMask, Scored, Source, join_masks
 from headrace.records.validate import Array, check_kind, equal_records, frozen, grown, unchecked_copy
@@ -76,9 +76,8 @@ class Rollout:
         if self.media is not None:
             raise ValueError(f"rollout {self.id!r}: media is reserved: images and sound are not supported yet")
         calls = tuple(self.calls)
-        if not covers(calls, tokens["source"] == SAMPLED):
-            spans = np.array([(0, call.start, call.stop) for call in calls], dtype=np.int64).reshape(-1, 3)
-            check_calls(*spans.T, source=tokens["source"], **where)
+        spans = np.array([(0, call.start, call.stop) for call in calls], dtype=np.int64).reshape(-1, 3)
+        check_calls(*spans.T, source=tokens["source"], **where)
         reason = None if self.finish_reason is None else FinishReason(self.finish_reason)
         if reason is not (calls[-1].finish_reason if calls else None):
             raise ValueError(f"rollout {self.id!r}: finish_reason must be that of the last call, or None before the first")
@@ -216,6 +215,30 @@ class Rollout:
             changes["expert_routing"] = cut_routing(self.expert_routing, at=at)
         if self.sampling_mask is not None:
             changes["sampling_mask"] = self.sampling_mask.cut(at)
+        return unchecked_copy(self, changes)
+
+    def since(self, start: int, *, num_calls: int) -> Rollout:
+        """What was added from token `start` on, for someone who has the tokens before it and the first `num_calls` calls
+        (`joined`). Expert routing, which calls also fill in for older tokens, is not among it."""
+        if start == 0:
+            return self
+        calls = tuple(call.moved(-start) for call in self.calls[num_calls:])
+        changes: dict[str, Any] = {name: getattr(self, name)[start:] for name in TOKEN_ARRAYS}
+        changes |= {"calls": calls, "finish_reason": calls[-1].finish_reason if calls else None, "expert_routing": None}
+        changes["sampling_mask"] = None if self.sampling_mask is None else self.sampling_mask.rest(start)
+        changes["columns"] = {name: column[start:] for name, column in self.columns.items() if name == SAMPLED_ENTROPY}
+        return unchecked_copy(self, {**changes, "parent": None, "rewards": {}, "step_rewards": ()})
+
+    def joined(self, part: Rollout) -> Rollout:
+        """This rollout with what `since` its end was added elsewhere."""
+        changes: dict[str, Any] = {name: grown(getattr(self, name), getattr(part, name)) for name in TOKEN_ARRAYS}
+        sizes = {"num_old": len(self), "num_new": len(part)}
+        changes["sampling_mask"] = join_masks(self.sampling_mask, part.sampling_mask, **sizes)
+        changes["columns"] = self._lasting_columns(len(part), part.columns.get(SAMPLED_ENTROPY))
+        changes |= {"policy": part.policy, "lineage": part.lineage}  # a resumed run names another lineage
+        if part.calls:
+            changes["calls"] = (*self.calls, *(call.moved(len(self)) for call in part.calls))
+            changes["finish_reason"] = part.finish_reason
         return unchecked_copy(self, changes)
 
     def replace(self, **changes: Any) -> Rollout:  # noqa: ANN401  (one keyword per field)

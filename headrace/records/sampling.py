@@ -153,6 +153,10 @@ class Call:
         """The call as if interrupted before token `at`, unless it ended earlier."""
         return self if self.stop <= at else unchecked_copy(self, {"stop": at, "finish_reason": FinishReason.ABORT})
 
+    def moved(self, by: int) -> Call:
+        """The call as it stands in a rollout that begins so many tokens earlier."""
+        return unchecked_copy(self, {"start": self.start + by, "stop": self.stop + by})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMask:
@@ -205,6 +209,11 @@ class SamplingMask:
         """The mask of the first `num_tokens`; None if none of them is restricted."""
         offsets = self.offsets[: num_tokens + 1]
         return unchecked_copy(self, {"offsets": offsets, "ids": self.ids[: offsets[-1]]}) if offsets[-1] else None
+
+    def rest(self, start: int) -> SamplingMask:
+        """The mask of the tokens from `start` on."""
+        offsets = self.offsets[start:]
+        return unchecked_copy(self, {"offsets": offsets - offsets[0], "ids": self.ids[offsets[0] :]})
 
     def __eq__(self, other: object) -> bool:
         return equal_records(self, other)

@@ -31,6 +31,9 @@ from headrace.algorithms import (
     normalised,
     sum_of_normalised,
     token_rewards,
+    turn_advantages,
+    turn_gae,
+    turns_of,
     unwanted,
 )
 from headrace.records import Batch, FinishReason
@@ -247,6 +250,10 @@ def _with_advantages(
     if train.kl_in_reward:
         costs = [[kl_weight * sum(map(_sampled_kl, e.rollouts)) for e in group.episodes] for group in groups]
         rewards = [of_group - np.array(cost) for of_group, cost in zip(rewards, costs, strict=True)]
+    if traits.is_per_turn:
+        how: dict[str, Any] = {"scale": train.scale, "discount": train.discount}
+        made = [turn_advantages(group.episodes, own, **how) for group, own in zip(groups, rewards, strict=True)]
+        return list(zip(_rollouts(groups), itertools.chain.from_iterable(made), strict=True))
     values = itertools.chain.from_iterable(batch_advantages(rewards, baseline=train.advantage, scale=train.scale))
     return [
         (rollout, np.where(rollout.loss_mask, value, np.float32(0)))
@@ -258,8 +265,10 @@ def _with_advantages(
 def _with_token_advantages(
     episodes: Sequence[Episode], rewards: Sequence[Array], recipe: Recipe, *, kl_weight: float
 ) -> list[tuple[Rollout, Array]]:
-    """From the rewards of single tokens: by `gae`, or without values the reward to come less the mean; ÷ the version's std."""
-    train, learns_values = recipe.train, ADVANTAGES[recipe.train.advantage].learns_values
+    """From the rewards of single tokens: by `gae`, over tokens or turns, or without values the reward to come less the mean;
+    ÷ the version's std."""
+    train, traits = recipe.train, ADVANTAGES[recipe.train.advantage]
+    learns_values, how = traits.learns_values, {"discount": train.discount, "trace": train.gae_lambda}
     rollouts, made = [], []
     for episode, reward in zip(episodes, np.concatenate([np.zeros(0), *rewards]).tolist(), strict=True):
         for rollout in episode.rollouts:
@@ -268,7 +277,11 @@ def _with_token_advantages(
             if train.kl_in_reward:
                 of_tokens = of_tokens - kl_weight * (rollout.logprobs[mask] - rollout.columns[REFERENCE][mask])
             if learns_values:
-                found, returns = gae(of_tokens, rollout.columns[VALUES][mask], discount=train.discount, trace=train.gae_lambda)
+                values = rollout.columns[VALUES][mask]
+                if traits.is_per_turn:
+                    found, returns = turn_gae(of_tokens, values, turns_of(rollout)[mask], **how)
+                else:
+                    found, returns = gae(of_tokens, values, **how)
                 rollout = _with_columns(rollout, {REWARDS: own, RETURNS: _placed(returns, rollout)})
             else:
                 found, _ = gae(of_tokens, np.zeros_like(of_tokens), discount=1.0, trace=1.0)

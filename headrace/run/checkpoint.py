@@ -61,8 +61,8 @@ class Checkpoint:
         return [Group(**(entry | {"episodes": tuple(unpack_episodes(entry["episodes"]))})) for entry in self._read(BUFFER)]
 
     def in_flight(self) -> list[dict[str, Any]]:
-        """Entries of `InFlightTable`; none in old checkpoints, which did not keep them."""
-        return self._read(PARTIAL) if (self.folder / PARTIAL).exists() else []
+        """Entries of `InFlightTable`."""
+        return self._read(PARTIAL)
 
     def _read(self, name: str) -> list[dict[str, Any]]:
         with (self.folder / name).open("rb") as file:

@@ -17,6 +17,7 @@ from headrace.envs import CallLimit, EngineClient, run_episode
 from headrace.imports import import_name
 from headrace.records import InfraAbort, Invalid, Sampling
 from headrace.run.estimates import TaskScore, estimates
+from headrace.run.policy import MAX_ATTEMPTS
 from headrace.score import RewardError
 from headrace.settings import to_dict
 from headrace.user_code import UserThread
@@ -144,10 +145,17 @@ class Evaluator:
         def client(id: str) -> EngineClient:
             names: dict[str, Any] = {"episode": id, "group": id, "index": 0}
             how: dict[str, Any] = {"sampling": sampling, "seed": self._seed, "limit": self._limit}
-            return EngineClient(roles.engine, roles.encoder, **names, **how)
+            return EngineClient(engine=roles.engine, encoder=roles.encoder, **names, **how)
 
-        running = (run_episode(roles.environment, task, client(id), timeout=self._timeout) for id, task in tasks.items())
-        episodes = await asyncio.gather(*running)
+        async def run(id: str, task: Task) -> Episode:
+            """Again if its environment failed, as in training."""
+            attempts = 0
+            while True:
+                episode, attempts = await run_episode(roles.environment, task, client(id), timeout=self._timeout), attempts + 1
+                if not isinstance(episode.outcome, InfraAbort) or attempts == MAX_ATTEMPTS:
+                    return episode if attempts == 1 else episode.replace(attempts=attempts)
+
+        episodes = await asyncio.gather(*(run(id, task) for id, task in tasks.items()))
         unscored = [episode for episode in episodes if episode.outcome is None]
         scored: list[Episode] = []
         for start in range(0, len(unscored), _SCORED_AT_ONCE):

@@ -3,6 +3,7 @@
 Scoring, cancelling, checkpoints and recovery all use this table; tokens of running generate calls come from
 `engine.in_flight()`. A checkpoint keeps ended episodes and the partial rollouts of the others. On resume, an unfinished
 episode's environment starts over; only its first generate call continues a partial rollout, if the prompt tokens are the same.
+If the environment says that it can resume, it gets what all its calls returned again, and goes on from there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import functools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from headrace.buffer import Group
 from headrace.partial import is_over_age, is_resumable, surviving_part
@@ -68,8 +71,9 @@ class GroupInFlight:
 class InFlightTable:
     """The groups in flight of one policy by name, oldest first."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, *, keeps_turns: bool = False) -> None:
+        """`keeps_turns`: the environment can resume, so that all rollouts of an unfinished episode are kept."""
+        self._engine, self._keeps_turns = engine, keeps_turns
         self.groups: dict[str, GroupInFlight] = {}
         self._is_closed = False
 
@@ -148,7 +152,7 @@ class InFlightTable:
         running, entries = await self._running(), []
         for group in self.groups.values():
             unfinished = [(dict(each.partials), running.get(each.id, ())) for each in group.episodes if each.ended is None]
-            rollouts = functools.partial(_resumable, unfinished)
+            rollouts = functools.partial(_resumable, unfinished, keeps_turns=self._keeps_turns)
             entries.append({"number": group.number, "episodes": group.ended, "rollouts": rollouts})
         return entries
 
@@ -186,9 +190,12 @@ def _partials(interrupted: dict[str, Rollout], running: Sequence[InFlight]) -> d
     return interrupted | {call.rollout.id: call.partial() for call in running}
 
 
-def _resumable(episodes: Sequence[tuple[dict[str, Rollout], Sequence[InFlight]]]) -> list[Rollout]:
-    return [rollout for each in episodes for rollout in _partials(*each).values() if is_resumable(rollout)]
+def _resumable(episodes: Sequence[tuple[dict[str, Rollout], Sequence[InFlight]]], *, keeps_turns: bool) -> list[Rollout]:
+    every = [rollout for each in episodes for rollout in _partials(*each).values()]
+    return [rollout for rollout in every if is_resumable(rollout) or (keeps_turns and rollout.num_sampled)]
 
 
 def num_sampled(episodes: Iterable[Episode]) -> int:
-    return sum(rollout.num_sampled for episode in episodes for rollout in episode.rollouts)
+    """Without the tokens that a fork shares with its parent, which counts them."""
+    rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
+    return sum(int(np.count_nonzero(each.is_sampled[each.parent[1] if each.parent else 0 :])) for each in rollouts)

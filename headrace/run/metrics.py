@@ -79,6 +79,7 @@ class Progress:
             "seconds": seconds,
             "tied": sum(group.is_tied for group in groups) / len(groups),
             **completion_metrics(groups),
+            **turn_metrics(groups),
             **reward_metrics(groups, success_at=success_at),
             **started.term_metrics,
         }
@@ -94,6 +95,21 @@ def completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
         for name, of in (("mean", np.mean), ("min", np.min), ("max", np.max)) if len(some) else ():
             found[f"completions/{name}_{kind}"] = float(of(some))
     return found
+
+
+def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Answers per episode, and the share of those after the first for which the chat template rewrote what came before, so that
+    the rollout was forked; nothing if no episode has more than one."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    turns = forks = 0
+    for episode in episodes:
+        for rollout in episode.rollouts:
+            start = 0 if rollout.parent is None else rollout.parent[1]
+            turns += sum(call.start >= start and call.finish_reason is not FinishReason.ABORT for call in rollout.calls)
+            forks += rollout.parent is not None
+    if turns <= len(episodes):
+        return {}
+    return {"turns/mean": turns / len(episodes), "turns/forked": forks / (turns - len(episodes))}
 
 
 def reward_metrics(groups: Sequence[Group], *, success_at: float) -> dict[str, float]:

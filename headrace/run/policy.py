@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.algorithms import unwanted
 from headrace.buffer import Group, buffer_capacity, make_buffer
+from headrace.envs import can_resume
 from headrace.records import InfraAbort, Invalid, Scored
 from headrace.run.batches import (
     StartedBatch,
@@ -77,7 +78,7 @@ class PolicyState:
         is_elsewhere = not self.trainer.is_inline
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer, in_thread=is_elsewhere)
         self.gate = make_gate(recipe)
-        self.in_flight = InFlightTable(roles.engine)
+        self.in_flight = InFlightTable(roles.engine, keeps_turns=can_resume(roles.environment))
         self.buffer = make_buffer(recipe, oldest_in_flight=lambda: self.in_flight.oldest)
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
         self._max_in_flight = enough if self.gate.depth is None else None
@@ -88,6 +89,8 @@ class PolicyState:
         self._dropped_in_a_row = 0
         self.filtered: list[float] = []
         """Mean rewards of the groups that `[filter]` dropped since the last batch was taken."""
+        self.num_retried = 0
+        """Times that an episode was run again since this process started."""
         self.wasted_tokens = 0
         """Sampled tokens that will never be trained."""
 
@@ -140,6 +143,8 @@ class PolicyState:
         if not isinstance(episode.outcome, InfraAbort) or record.attempt >= MAX_ATTEMPTS:
             return False
         self.wasted_tokens += num_sampled([episode])
+        self.num_retried += 1
+        record.partials.clear()
         record.attempt, record.ended = record.attempt + 1, None
         return True
 
@@ -292,7 +297,7 @@ class PolicyState:
         manifest = checkpoint.manifest
         await self.trainer.load(checkpoint.folder)
         self.version = self.held_version = checkpoint.version
-        self.term_weights = TermWeights(*manifest.get("term_weights", self.term_weights))  # older checkpoints have none
+        self.term_weights = TermWeights(*manifest["term_weights"])
         self.submitted_groups, self.dropped_groups = manifest["submitted_groups"], manifest["dropped_groups"]
         for number, *task in manifest["in_flight"]:
             self._add_group(number, Task(*task))
@@ -301,7 +306,7 @@ class PolicyState:
         )
         for group in checkpoint.buffered():
             self.buffer.put(group)
-        self.filtered = manifest.get("filtered", [])  # older checkpoints have none
+        self.filtered = manifest["filtered"]
         self.ledger.restore(manifest["ledger"])
 
 

@@ -262,9 +262,11 @@ class Session:
             **started.filter_metrics(self.recipe.filter),
             **started.settled,
             "occupancy": self.observer.occupancy,
+            "retried": self.policy.num_retried,
             **self.policy.sync_metrics,
             **({} if self.policy.trainer.is_inline else {"engines": len(held)}),
             **{f"held/{name}": newest for name, newest in held.items()},
+            **{f"engine/turns_{name}": count for name, count in self.roles.turns().items()},
             "engine/memory_peak": self.roles.engine_peak(),
             **trainer_metrics(started.seen, memory_peak=self._trainer_peak),
             **{f"rollouts/{name}": count for name, count in self.policy.ledger.counts().items()},
@@ -435,13 +437,15 @@ class Session:
 def fewer_gc_pauses() -> Iterator[None]:
     """Collect garbage less often inside the block, and skip objects made before it. A run holds dozens of objects, almost none
     of them cyclic, for each of thousands of rollouts in flight: by default, traversing them and the libraries' million objects
-    takes a fifth of the launcher's time."""
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
+    takes a fifth of the launcher's time. A program that has frozen its objects itself keeps them frozen."""
+    before, is_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
+    if not is_frozen:
+        gc.collect()
+        gc.freeze()
     gc.set_threshold(50_000, *before[1:])  # new objects between two collections of the youngest generation; the default is 700
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()

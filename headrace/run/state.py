@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from headrace.algorithms import ADVANTAGES
-from headrace.envs import CallLimit, EngineClient
+from headrace.envs import CallLimit, EngineClient, can_resume
 from headrace.observe import Signal
 from headrace.partial import engines_take_turns
 from headrace.records import Sampling
@@ -64,6 +64,8 @@ class Roles:
     """The version each engine holds, if there are several."""
     engine_peak: Callable[[], int] = int
     """Peak memory of the engine in bytes; of several, the largest."""
+    turns: Callable[[], Mapping[str, int]] = dict
+    """Calls so far that continued a rollout: on the engine that generated it last, or on another."""
     refresh: Callable[[], Awaitable[None]] = _nothing
     """Makes every process report how it has spent its time so far."""
     losses: Callable[[], Mapping[str, Any]] = dict
@@ -207,8 +209,8 @@ class Run:
 
     def client(self, record: EpisodeInFlight) -> EngineClient:
         return EngineClient(
-            self.roles.engine,
-            self.roles.encoder,
+            engine=self.roles.engine,
+            encoder=self.roles.encoder,
             policy=record.group.policy,
             episode=record.id,
             group=record.group.name,
@@ -216,6 +218,7 @@ class Run:
             sampling=self._sampling,
             seed=self.recipe.seed,
             partials=record.partials,
+            keeps_turns=can_resume(self.roles.environment),
             limit=self.generate_calls,
             on_stuck=self._on_stuck,
         )
@@ -230,15 +233,17 @@ class Run:
     def finish(self, record: EpisodeInFlight, episode: Episode) -> None:
         """Hand an ended episode to `score`."""
         kind = self.recipe.train.advantage
-        if not ADVANTAGES[kind].learns_values and any(rollout.step_rewards for rollout in episode.rollouts):
+        if not ADVANTAGES[kind].uses_step_rewards and any(rollout.step_rewards for rollout in episode.rollouts):
+            others = ", ".join(repr(name) for name, traits in ADVANTAGES.items() if traits.uses_step_rewards)
             raise ConfigError(
-                f"train.advantage = '{kind}': episode {episode.id!r} has step_rewards, which only 'gae' looks at; set it to "
-                f"'gae' and train.loss to 'ppo', or have the environment leave them out"
+                f"train.advantage = '{kind}': episode {episode.id!r} has step_rewards, which only {others} look at; set it to "
+                f"one of these, or have the environment leave them out"
             )
         if episode.attempts != record.attempt:
             episode = episode.replace(attempts=record.attempt)
         if episode.outcome is None:  # a failed one runs again if the leg ends before `score` sees it
             record.ended = episode
+            record.partials.clear()
         self.finished.append((record, episode))
         self.has_finished.set()
         self.note_progress()

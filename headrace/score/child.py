@@ -9,17 +9,16 @@ import faulthandler
 import inspect
 import os
 import resource
-import select
 import signal
-import threading
 from typing import Any
 
 from headrace.errors import user_frame
+from headrace.helper_process import end_with_launcher
 from headrace.imports import import_name
-from headrace.records import frames
+from headrace.records import Episode, frames, unpack_episodes
 from headrace.score.metric_log import MetricLog
 from headrace.score.rewards import Failure, RewardFunction
-from headrace.score.signature import RewardError, Sample, TrainerState
+from headrace.score.signature import RewardError, Sample, TrainerState, Turn
 from headrace.settings import ConfigError
 
 _ORPHANED_SECONDS = 60.0
@@ -33,18 +32,11 @@ def main() -> None:
     with open(os.dup(0), "rb") as orders, open(os.dup(1), "wb") as answers, open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)  # what a reward prints is no answer
-        threading.Thread(target=_end_with_launcher, args=[orders.fileno()], daemon=True).start()
+        end_with_launcher(orders.fileno())
         rewards: dict[str, RewardFunction] = {}
         for order in frames.read_frames(orders):
             answers.write(_answer(order, rewards))
             answers.flush()
-
-
-def _end_with_launcher(pipe: int) -> None:
-    poll = select.poll()
-    poll.register(pipe, 0)  # nothing but the end: the main thread reads the orders
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)  # and what rewards have started
 
 
 def _answer(order: dict[str, Any], rewards: dict[str, RewardFunction]) -> bytes:
@@ -54,7 +46,7 @@ def _answer(order: dict[str, Any], rewards: dict[str, RewardFunction]) -> bytes:
             name, reference, options = (order["load"][key] for key in ("name", "reference", "options"))
             rewards[name] = RewardFunction(import_name(reference, setting="reward.functions"), name=name, options=options)
             return frames.encode({})
-        return frames.encode(_call(rewards[order["call"]], order["samples"], limit=order["limit"]))
+        return frames.encode(_call(rewards[order["call"]], _samples(order), limit=order["limit"]))
     except (RewardError, ConfigError) as error:
         return frames.encode({"error": _escaped(str(error))})
     except BaseException as error:  # noqa: BLE001
@@ -72,12 +64,20 @@ def _escaped(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _call(reward: RewardFunction, samples: list[dict[str, Any]], *, limit: float) -> dict[str, Any]:
+def _samples(order: dict[str, Any]) -> list[Sample]:
+    episodes: list[Episode | None] = [*unpack_episodes(order["episodes"])] or [None] * len(order["samples"])
+    parts = [
+        {"state": TrainerState(**sample["state"]), "turns": [Turn(**turn) for turn in sample["turns"]], "episode": episode}
+        for sample, episode in zip(order["samples"], episodes, strict=True)
+    ]
+    return [Sample(**{**sample, **part}) for sample, part in zip(order["samples"], parts, strict=True)]
+
+
+def _call(reward: RewardFunction, samples: list[Sample], *, limit: float) -> dict[str, Any]:
     log = MetricLog()
-    read = [Sample(**{**sample, "state": TrainerState(**sample["state"])}) for sample in samples]
     faulthandler.dump_traceback_later(limit + _ORPHANED_SECONDS, exit=True)
     try:
-        tried = reward.attempt(read, log)
+        tried = reward.attempt(samples, log)
     finally:
         faulthandler.cancel_dump_traceback_later()
     if inspect.isawaitable(tried):

@@ -7,13 +7,12 @@ results as plain data, and nothing is pickled.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
+from headrace.helper_process import how_it_ended, kill_helper, start_helper
 from headrace.records import frames
 from headrace.score.signature import RewardError
 
@@ -32,15 +31,7 @@ class RewardProcess:
     """Used by one thread, except that any may end it."""
 
     def __init__(self, log: IO[str] | None) -> None:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # it must find the same modules
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headrace.score.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if log is None else log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C in the terminal must not reach it, and what it starts is killed with it
-        )
+        self._process = start_helper("headrace.score.child", log=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._loaded: list[str] = []
         self.has_ended = False
 
@@ -60,9 +51,7 @@ class RewardProcess:
             process.stdin.flush()
             answer: dict[str, Any] = next(frames.read_frames(cast("BinaryIO", process.stdout)))
         except (OSError, StopIteration):
-            status = self.end()
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            raise ProcessEnded(f"its process {how}") from None
+            raise ProcessEnded(f"its process {how_it_ended(self.end())}") from None
         if "error" in answer:
             raise RewardError(answer["error"])
         return answer
@@ -86,6 +75,4 @@ class RewardProcess:
 
     def kill(self) -> None:
         """Kill it and all that it has started; the thread that waits for its answer sees that."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        kill_helper(self._process)

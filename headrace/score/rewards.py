@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from headrace.records import frames
+from headrace.records import frames, pack_episodes
 from headrace.score.metric_log import MetricLog
 from headrace.score.process import ProcessEnded
 from headrace.score.signature import RewardError, Signature
@@ -62,6 +62,8 @@ class OwnSettings:
     """None: 1, or `reward.weights`, which goes before this."""
     processes: bool = True
     """False: it is called in a thread even where `reward.processes` is set."""
+    needs_process: bool = False
+    """It is called in a process even where `reward.processes` is 0, because it uses signals."""
     reference: str = ""
     """`module:name`, if it was given by name."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -133,8 +135,8 @@ class RewardFunction:
         A batch that times out is split too, but with one attempt per sample, a quarter of the timeout for each and
         one timeout for all: one sample that hangs does not fail the others, and four that hang end the batch."""
         threads = None if self.is_async else workers
-        if threads is not None and threads.processes is not None and self.own.processes:
-            threads = threads.processes
+        if threads is not None and self.own.processes:
+            threads = threads.process_workers(is_needed=self.own.needs_process) or threads
         timeout = self.own.timeout or (deadline if threads is None else threads.timeout)
         attempts = self.own.attempts or attempts
         try_each = partial(self._try_each, threads=threads, places=places, log=log or MetricLog())
@@ -208,10 +210,13 @@ class RewardFunction:
         self, samples: Sequence[Sample], *, threads: ProcessWorkers, limit: float, log: MetricLog
     ) -> list[Result] | Failure:
         """`attempt` in the process of the calling worker."""
-        plain = [{**vars(sample), "state": vars(sample.state)} for sample in samples]
+        changed = [{"state": vars(each.state), "turns": list(map(vars, each.turns)), "episode": None} for each in samples]
+        plain = [{**vars(sample), **changes} for sample, changes in zip(samples, changed, strict=True)]
+        asked = [each.episode for each in samples if each.episode] if self.signature.given & {"episode", "episodes"} else []
+        order = {"call": self.name, "samples": plain, "episodes": pack_episodes(asked), "limit": limit}
         try:
             process = threads.process({"name": self.name, "reference": self.reference, "options": self.own.options})
-            answer = process.request({"call": self.name, "samples": plain, "limit": limit})
+            answer = process.request(order)
         except (ProcessEnded, frames.WireError) as error:
             return Failure(f"reward {self.name!r}: {error}", error)
         log.merge(answer["logged"])

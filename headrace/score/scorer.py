@@ -7,16 +7,18 @@ import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.records import UNSHAPED, InfraAbort, Invalid, Scored
+import numpy as np
+
+from headrace.records import UNSHAPED, InfraAbort, Invalid, Rollout, Scored, Source
 from headrace.score.metric_log import MetricLog
 from headrace.score.rewards import Failure, RewardFunction
 from headrace.score.shaping import overlong
-from headrace.score.signature import RewardError, Sample, TrainerState
+from headrace.score.signature import RewardError, Sample, TrainerState, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from headrace.records import Episode, Outcome, Rollout
+    from headrace.records import Episode, Outcome
     from headrace.score.metric_log import Sums
     from headrace.score.rewards import Result
     from headrace.score.settings import RewardSettings
@@ -65,6 +67,7 @@ class RewardScorer:
         self._decode, self._settings, self._workers = decode, settings, workers
         self._state, self._max_tokens, self._log = state, max_tokens, MetricLog()
         self._decoding = None if workers is None else ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+        self._takes_turns = any("turns" in function.signature.given for function, _ in self._rewards)
         self._places = asyncio.Semaphore(settings.max_concurrent)
         self._failures_in_a_row = 0
 
@@ -104,7 +107,8 @@ class RewardScorer:
         columns = await asyncio.gather(*calls) if is_elsewhere else [await call for call in calls]
         scored = []
         for episode, sample, *results in zip(episodes, samples, *columns, strict=True):
-            outcome, parts = self._outcome(results, sample if is_training else None)
+            own = episode.rollouts[-1].rewards
+            outcome, parts = self._outcome(results, sample if is_training else None, own=own)
             rollouts = tuple(rollout.replace(outcome=outcome, rewards=parts) for rollout in episode.rollouts)
             scored.append(episode.replace(outcome=outcome, rollouts=rollouts))
         return scored
@@ -121,12 +125,40 @@ class RewardScorer:
             prompt_ids=rollout.token_ids[: len(rollout) - len(completion_ids)].tolist(),
             finish_reason=str(rollout.finish_reason or ""),
             state=dataclasses.replace(self._state, global_step=max(0, int(rollout.versions.max(initial=0)))),
+            turns=self._turns(episode) if self._takes_turns else [],
+            episode=episode,
         )
 
-    def _outcome(self, results: list[Result], sample: Sample | None) -> tuple[Outcome, dict[str, float]]:
-        """The weighted sum, and its parts by reward; a failure of any part fails the whole. `sample`: to be shaped."""
-        parts: dict[str, float] = {}
-        total = 0.0
+    def _turns(self, episode: Episode) -> list[Turn]:
+        turns = []
+        for number, rollout in enumerate(episode.rollouts):
+            reasons = {call.start: call.finish_reason.value for call in rollout.calls}
+            changes = np.flatnonzero(np.diff(rollout.source)) + 1
+            shared = 0 if rollout.parent is None else rollout.parent[1]
+            starts = sorted(at for at in {shared, *changes.tolist(), *reasons} if shared <= at < len(rollout))
+            for start, stop in zip(starts, [*starts[1:], len(rollout)], strict=True):
+                part = Rollout.from_prompt([], id=rollout.id).append(rollout.token_ids[start:stop])
+                turns.append(
+                    Turn(
+                        Source(int(rollout.source[start])).name.lower(),
+                        self._decode(part),
+                        rollout=number,
+                        finish_reason=reasons.get(start, ""),
+                        reward=float(sum(value for token, value in rollout.step_rewards if start <= token < stop)),
+                    )
+                )
+        return turns
+
+    def _outcome(
+        self, results: list[Result], sample: Sample | None, *, own: Mapping[str, float]
+    ) -> tuple[Outcome, dict[str, float]]:
+        """The weighted sum, and its parts by reward; a failure of any part fails the whole. `sample`: to be shaped. `own`:
+        of the environment, which count as they are."""
+        parts, total = dict(own), sum(own.values())
+        if twice := own.keys() & {function.name for function, _ in self._rewards}:
+            raise RewardError(
+                f"reward: the environment and a reward function both name theirs {min(twice)!r}; rename the function"
+            )
         for (function, weight), result in zip(self._rewards, results, strict=True):
             if isinstance(result, Failure):
                 self._failures_in_a_row += 1

@@ -5,6 +5,8 @@
 | `prompt`, `completion` | `prompts`, `completions` | text; in the batch form messages where prompts are chats |
 | `completion_length`, `finish_reason` | `completion_lengths`, `finish_reasons` | tokens; `stop`, `length` or `abort` |
 | `prompt_ids`, `completion_ids` | the same, a list for each sample | token ids |
+| `episode` | `episodes` | the whole `Episode`: its rollouts with sources, calls, step rewards |
+| `turns` | the same, a list for each sample | `Turn`s: who wrote each part of the episode, as text |
 | `trainer_state`, `log_metric` | the same, one for all | `TrainerState`; `log_metric(name, value)` |
 
 Any other parameter is a column of the tasks.
@@ -21,13 +23,13 @@ from headrace.settings import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from headrace.records import Plain
+    from headrace.records import Episode, Plain
     from headrace.score.metric_log import MetricLog
 
-_PER_SAMPLE = {"prompt", "completion", "completion_length", "finish_reason"}
-_BATCH = {"prompts", "completions", "completion_lengths", "finish_reasons"}
+_PER_SAMPLE = {"prompt", "completion", "completion_length", "finish_reason", "episode"}
+_BATCH = {"prompts", "completions", "completion_lengths", "finish_reasons", "episodes"}
 _IDS = {"prompt_ids", "completion_ids"}
-GIVEN = frozenset(_PER_SAMPLE | _BATCH | _IDS | {"trainer_state", "log_metric"})
+GIVEN = frozenset(_PER_SAMPLE | _BATCH | _IDS | {"turns", "trainer_state", "log_metric"})
 """Arguments that Headrace provides; all others are columns of the tasks."""
 RESERVED = frozenset({"prompts", "completion", "completions", "completion_ids"})
 """Those that rewards get under `**row` too, so that no column may have their names."""
@@ -49,8 +51,24 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A part of an episode that was written in one go."""
+
+    source: str
+    """`prompt`, `sampled`, `tool` or `template`."""
+    text: str
+    """Without special tokens."""
+    rollout: int = 0
+    """Which of the episode's rollouts it is in; what a fork shares with its parent is listed once, for the parent."""
+    finish_reason: str = ""
+    """`stop`, `length` or `abort` of a sampled turn."""
+    reward: float = 0.0
+    """The sum of its step rewards."""
+
+
+@dataclass(frozen=True)
 class Sample:
-    """The part of a rollout that a reward sees."""
+    """The part of an episode that a reward sees."""
 
     row: dict[str, Plain]
     completion: str
@@ -58,6 +76,9 @@ class Sample:
     prompt_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     state: TrainerState = TrainerState()
+    turns: list[Turn] = field(default_factory=list)
+    """Empty unless a reward asks for them."""
+    episode: Episode | None = None
 
 
 class Signature:
@@ -104,12 +125,15 @@ class Signature:
                 "finish_reasons": [sample.finish_reason for sample in samples],
                 "prompt_ids": [sample.prompt_ids for sample in samples],
                 "completion_ids": [sample.completion_ids for sample in samples],
+                "turns": [sample.turns for sample in samples],
+                "episodes": [sample.episode for sample in samples],
             }
         else:
             assert len(samples) == 1
             row = dict(first.row)
             given |= {"completion": first.completion, "completion_length": len(first.completion_ids)}
-            given |= {name: getattr(first, name) for name in ("finish_reason", "prompt_ids", "completion_ids")}
+            own = ("finish_reason", "prompt_ids", "completion_ids", "turns", "episode")
+            given |= {name: getattr(first, name) for name in own}
         asked = {name: value for name, value in given.items() if name in self._names}
         return self.pick({**asked, **row, **{name: given[name] for name in RESERVED & given.keys()}})
 

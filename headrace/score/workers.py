@@ -96,11 +96,11 @@ class RewardWorkers:
         """`stacks`: the run's log, to which a watchdog (`headrace.score.watchdog`) and processes write; None: no watchdog."""
         assert num_threads >= 1 and timeout > 0
         self.processes: ProcessWorkers | None = None
-        """For rewards that are called in processes; None: all are called in these threads."""
+        """For rewards that are called in processes; None: so far all are called in these threads."""
         if num_processes:
             self.processes = ProcessWorkers(num_processes, timeout=timeout, log=stacks)
         self.timeout: float = timeout
-        self._num_threads = num_threads
+        self._num_threads, self._stacks = num_threads, stacks
         self._watchdog = None if stacks is None else Watchdog(stacks, timeout=timeout)
         self._jobs: deque[_Job] = deque()
         self._workers: list[_Worker] = []
@@ -115,6 +115,12 @@ class RewardWorkers:
     def num_stuck(self) -> int:
         """Abandoned threads whose call has not returned yet."""
         return len(self._stuck)
+
+    def process_workers(self, *, is_needed: bool) -> ProcessWorkers | None:
+        """Those that call rewards in processes; if they are needed and there are none, as many as there are threads."""
+        if self.processes is None and is_needed:
+            self.processes = ProcessWorkers(self._num_threads, timeout=self.timeout, log=self._stacks)
+        return self.processes
 
     async def map(
         self, function: Callable[[S], T], items: Sequence[S], *, name: str, limit: float, budget: float = math.inf

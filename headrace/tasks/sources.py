@@ -28,7 +28,7 @@ class Task:
 
     row: Row
     source: str = ""
-    """The name of its source; empty if a checkpoint of an older version did not keep it."""
+    """The name of its source."""
     index: int = -1
     """Its place in the source: of a finite list, the row's number however often the list is repeated."""
 

@@ -127,7 +127,7 @@ BACKWARD = (
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes. `str` formats a table."""
+    """Bytes."""
 
     weights: int
     masters: int  # float32 copies of narrower weights
@@ -155,26 +155,6 @@ class TrainerMemory:
         """The peak of a pass, or of the optimizer step if that is higher."""
         step = self.resident - self.optimizer_in_passes + self.masters + self.moments + self.step
         return max(self.resident + self.activations + max(self.head, self.layer), step)
-
-    def __str__(self) -> str:
-        rows = {
-            "weights": self.weights,
-            "float32 masters": self.masters,
-            "gradients": self.gradients,
-            "the optimizer's moments": self.moments,
-            "reference and teacher": self.references,
-            "made ready for engines": self.publishing,
-            "checkpoint being written": self.saving,
-            f"activations of {self.tokens:,} tokens": self.activations,
-            "head, at work": self.head,
-            "a layer's backward pass": self.layer,
-            "the optimizer's step": self.step,
-            "the process itself": self.process,
-        }
-        rows = {name: value for name, value in rows.items() if value}
-        width = max(len(name) for name in rows)
-        lines = [f"{name:<{width}}  {value / 1e9:>8.2f} GB" for name, value in rows.items()]
-        return "\n".join([*lines, f"{'at the peak':<{width}}  {self.total / 1e9:>8.2f} GB"])
 
 
 def _moment_bytes(settings: TrainSettings, trained: int, *, outer: int, vectors: int, width: int) -> int:

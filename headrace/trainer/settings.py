@@ -82,14 +82,15 @@ class TrainSettings:
     constants."""
     constants: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of the loss, such as clip_low and clip_high."""
-    advantage: Literal["group", "leave_one_out", "global", "reward", "gae", "distill"] = "group"
+    advantage: Literal["group", "leave_one_out", "global", "reward", "gae", "turn", "turn_gae", "distill"] = "group"
     """What a reward r is compared with. `group`: r − mean over the siblings. `leave_one_out`: r − mean of the others (RLOO).
     `global`: r − mean over the version's batch (REINFORCE++). `reward`: r itself. `gae`: per token, from the values of a loss
-    that learns them (ppo). `distill`: per token, how much likelier the teacher finds it."""
+    that learns them (ppo). `turn`: per turn, its step rewards and all that is still to come, less the mean over the siblings'
+    same turn. `turn_gae`: `gae` with turns for tokens. `distill`: per token, how much likelier the teacher finds it."""
     scale_rewards: Literal["auto", "group", "batch", "none"] = "auto"
     """What advantages are divided by: the standard deviation of the rewards over the siblings, over the version's batch, or
-    nothing (Dr. GRPO). `auto`: `group` for `group`, `batch` for `global` and `gae` (there of the advantages themselves), else
-    `none`."""
+    nothing (Dr. GRPO). `auto`: `group` for `group` and `turn`, `batch` for `global`, `gae` and `turn_gae` (for these two of the
+    advantages themselves), else `none`."""
     normalize_each_reward: bool = False
     """Normalise each reward function over the siblings, (r − mean) ÷ std, before they are weighted and summed, so that none
     drowns another; `advantage` then starts from the sum. With `advantage = "global"` that is GDPO."""
@@ -97,9 +98,9 @@ class TrainSettings:
     """Completions cut off at their length limit give no loss; their rewards still count in what their siblings are compared
     with."""
     discount: float = 1.0
-    """Of rewards one token later, for `gae`."""
+    """Of rewards one token later, for `gae`; one turn later, for `turn` and `turn_gae`."""
     gae_lambda: float = 0.95
-    """Of `gae`: 1 trusts what was rewarded, 0 the values."""
+    """Of `gae` and `turn_gae`: 1 trusts what was rewarded, 0 the values."""
     loss_mean: Literal["auto", "token", "sequence", "sum", "constant"] = "auto"
     """Each token of the batch counts the same, or each rollout does. `sum`: each rollout's tokens are summed, and the mean is
     over rollouts (RLOO). `constant`: that, divided by sampling.max_tokens (Dr. GRPO). `auto`: `token`, but `sequence` for
@@ -109,8 +110,8 @@ class TrainSettings:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of the KL in the loss. With d = log π − log π_ref, `k1`: d, `k2`: d²/2, `k3`: exp(−d) − 1 + d."""
     kl_in_reward: bool = False
-    """Take β (log μ − log π_ref) off the reward instead of adding the KL to the loss: of each token for `gae` and `global`,
-    summed over the episode for the other advantages."""
+    """Take β (log μ − log π_ref) off the reward instead of adding the KL to the loss: of each token for `gae`, `turn_gae` and
+    `global`, summed over the episode for the other advantages."""
     kl_target: float = 0.0
     """Nats per token. After each version β is multiplied by 1 + clip(KL ÷ kl_target − 1, ±0.2) · batch ÷ kl_horizon; it starts
     at kl. 0 keeps β fixed."""

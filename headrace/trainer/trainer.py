@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from headrace.durable import Fingerprints
+    from headrace.model import Watched
     from headrace.records import Array, Batch, Rollout
     from headrace.trainer.protocol import Metrics
     from headrace.trainer.settings import TrainSettings
@@ -259,9 +260,7 @@ class DeviceTrainer:
             columns[name] = self.forward(batch, column=name)
         return columns
 
-    def _train_pass(
-        self, batch: Batch, each: _Pass, seen: Diagnostics, watched: Mapping[int, tuple[Tensor, Tensor]] | None
-    ) -> None:
+    def _train_pass(self, batch: Batch, each: _Pass, seen: Diagnostics, watched: Mapping[int, Watched] | None) -> None:
         packed = each.packed
         with layers.saved_tensors(self._weights, on_host="activations" in self._settings.offload):
             rows = self._hidden(self.model, packed)
@@ -290,7 +289,7 @@ class DeviceTrainer:
             loss = loss + self._scaled(added)
         loss.backward()
 
-    def _watching(self) -> contextlib.AbstractContextManager[Mapping[int, tuple[Tensor, Tensor]] | None]:
+    def _watching(self) -> contextlib.AbstractContextManager[Mapping[int, Watched] | None]:
         """Within it, routers leave what their losses need, if there are any."""
         is_wanted = self._routers is not None and (self._settings.router_aux or self._settings.router_z)
         return self._routers.watching() if self._routers is not None and is_wanted else contextlib.nullcontext()

@@ -9,8 +9,20 @@ import pytest
 from hypothesis import given, strategies as st
 from strategies import quick
 
-from headrace.algorithms import ADVANTAGES, advantages, batch_advantages, gae, normalised, sum_of_normalised, token_rewards
+from headrace.algorithms import (
+    ADVANTAGES,
+    advantages,
+    batch_advantages,
+    gae,
+    normalised,
+    sum_of_normalised,
+    token_rewards,
+    turn_advantages,
+    turn_gae,
+    turns_of,
+)
 from headrace.bench.stubs import answer
+from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Scored
 
 rewards = st.lists(st.integers(-8, 8).map(lambda number: number / 4), min_size=2, max_size=9)
 
@@ -139,3 +151,136 @@ def test_rewards_fall_on_the_trained_token_they_followed_from() -> None:
     expected[[10, 12, 14, 18]] = [0.5, 0.25, 2.0, 4.0 + 7.0]
     np.testing.assert_allclose(token_rewards(rollout, 7.0), expected)
     assert not token_rewards(whole.replace(loss_mask=np.zeros(20, dtype=bool)), 7.0).any()
+
+
+# Turns
+
+
+def sampled(rollout: Rollout, count: int) -> Rollout:
+    start, how = len(rollout), {"engine": "x", "sampling": Sampling(), "started": 0.0, "finished": 1.0}
+    call = Call(start=start, stop=start + count, finish_reason=FinishReason.STOP, **how)
+    arrays = {"token_ids": np.ones(count, np.int32), "logprobs": np.zeros(count, np.float32)}
+    return rollout.extend(call, **arrays, versions=np.zeros(count, np.int32), policy="policy", lineage="")
+
+
+def conversation(turns: list[tuple[int, int, float, float]], id: str) -> Rollout:
+    """Of (tokens sampled, tokens of a tool, a reward within the turn, one on the tool's reply)."""
+    rollout, steps = Rollout.from_prompt([1, 2], id=id, group="g"), []
+    for count, tool, within, after in turns:
+        rollout = sampled(rollout, count)
+        steps.append((len(rollout) - 1, within))
+        rollout = rollout.append([3] * tool)
+        steps.append((len(rollout) - 1, after))
+    return rollout.replace(step_rewards=tuple(steps))
+
+
+def by_turn(rollout: Rollout) -> list[list[int]]:
+    """The places of each turn's tokens, one token after another."""
+    turns: list[list[int]] = []
+    for place, source in enumerate(rollout.source):
+        if source == 1 and (place == 0 or rollout.source[place - 1] != 1):
+            turns.append([])
+        if source == 1:
+            turns[-1].append(place)
+    return turns
+
+
+def worth(rollout: Rollout, reward: float, discount: float) -> list[float]:
+    """Of each turn: all step rewards that fell from it on, and the episode's."""
+    turns, result = by_turn(rollout), []
+    for now in range(len(turns)):
+        total = 0.0
+        for later in range(now, len(turns)):
+            end = turns[later + 1][0] if later + 1 < len(turns) else len(rollout)
+            own = sum(value for place, value in rollout.step_rewards if turns[later][0] <= place < end)
+            total += discount ** (later - now) * (own + (reward if later == len(turns) - 1 else 0.0))
+        result.append(total)
+    return result
+
+
+quarter = st.integers(-8, 8).map(lambda number: number / 4)
+talk = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), quarter, quarter), min_size=1, max_size=4)
+group_of_talks = st.lists(st.tuples(talk, quarter), min_size=2, max_size=5)
+
+
+def episodes_of(group: list) -> list[Episode]:
+    return [
+        Episode(id=f"e{n}", group="g", task={}, rollouts=(conversation(turns, f"r{n}"),), outcome=Scored(reward))
+        for n, (turns, reward) in enumerate(group)
+    ]
+
+
+@given(group_of_talks, st.sampled_from([1.0, 0.5]), st.sampled_from(["group", "none"]))
+@quick
+def test_turns_are_compared_with_the_siblings_same_turn(group: list, discount: float, scale: str) -> None:
+    siblings, outcomes = episodes_of(group), [reward for _, reward in group]
+    made = turn_advantages(siblings, outcomes, scale=scale, discount=discount)
+    all_worth = [worth(episode.rollouts[0], reward, discount) for episode, reward in zip(siblings, outcomes, strict=True)]
+    for index, (episode, got) in enumerate(zip(siblings, made, strict=True)):
+        (rollout,) = episode.rollouts
+        expected = np.zeros(len(rollout))
+        for turn, places in enumerate(by_turn(rollout)):
+            same = [each[min(turn, len(each) - 1)] for each in all_worth]
+            mean, spread = statistics.fmean(same), statistics.pstdev(same) if scale == "group" else 1.0
+            expected[places] = (all_worth[index][turn] - mean) / spread if spread > 1e-9 else 0.0
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@given(group_of_talks)
+@quick
+def test_without_step_rewards_a_turn_is_worth_what_its_episode_is(group: list) -> None:
+    outcomes = [reward for _, reward in group]
+    siblings = [e.replace(rollouts=(e.rollouts[0].replace(step_rewards=()),)) for e in episodes_of(group)]
+    made = turn_advantages(siblings, outcomes, scale="group", discount=1.0)
+    for episode, got, one in zip(siblings, made, of_group(outcomes), strict=True):
+        np.testing.assert_allclose(got, np.where(episode.rollouts[0].loss_mask, one, 0), atol=1e-6)
+
+
+def test_turns_by_hand() -> None:
+    """The second sibling earns 1 in its first turn and the same 2 in the end; the third never gets to a second turn."""
+    talks = [[(1, 1, 0.0, 0.0), (2, 0, 0.0, 0.0)], [(1, 1, 0.0, 1.0), (2, 0, 0.0, 0.0)], [(1, 0, 0.0, 0.0)]]
+    siblings = episodes_of([(talks[0], 2.0), (talks[1], 2.0), (talks[2], 0.0)])
+    first, second, third = turn_advantages(siblings, [2.0, 2.0, 0.0], scale="none", discount=1.0)
+    np.testing.assert_allclose(first, [0, 0, 1 / 3, 0, 2 / 3, 2 / 3], atol=1e-6)  # 2 of (2, 3, 0), then 2 of (2, 2, 0)
+    np.testing.assert_allclose(second, [0, 0, 4 / 3, 0, 2 / 3, 2 / 3], atol=1e-6)
+    np.testing.assert_allclose(third, [0, 0, -5 / 3], atol=1e-6)
+
+
+def test_a_turn_that_was_interrupted_is_one_turn_and_what_is_not_trained_gets_nothing() -> None:
+    rollout = sampled(sampled(Rollout.from_prompt([1], id="r", group="g"), 2), 1).append([3])
+    rollout = sampled(rollout, 2)
+    assert turns_of(rollout).tolist() == [-1, 0, 0, 0, -1, 1, 1]
+    masked = rollout.replace(loss_mask=np.array([False] * 5 + [True] * 2), step_rewards=((1, 9.0),))
+    siblings = [Episode(id=str(n), group="g", task={}, rollouts=(each,)) for n, each in enumerate((masked, rollout))]
+    fork, whole = turn_advantages(siblings, [1.0, 0.0], scale="none", discount=1.0)
+    assert fork.tolist() == [0] * 5 + [0.5] * 2 and whole.tolist() == [0, -0.5, -0.5, -0.5, 0, -0.5, -0.5]
+    nothing = rollout.replace(loss_mask=np.zeros(7, bool))
+    made = turn_advantages(
+        [siblings[0].replace(rollouts=(nothing, rollout)), siblings[1]], [1.0, 0.0], scale="none", discount=1.0
+    )
+    assert [each.any() for each in made] == [False, True, True]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), quarter, quarter), max_size=5),
+    st.sampled_from([1.0, 0.9]),
+    st.sampled_from([1.0, 0.8]),
+)
+@quick
+def test_gae_over_turns_takes_a_turn_for_one_action(taken: list, discount: float, trace: float) -> None:
+    """The slow version: `gae` of one action for each turn, given to all its tokens."""
+    made, returns = gae(
+        np.array([count * reward for count, reward, _ in taken]),
+        np.array([value for *_, value in taken]),
+        discount=discount,
+        trace=trace,
+    )
+    turns = [2 * number for number, (count, *_) in enumerate(taken) for _ in range(count)]  # turns may lack trained tokens
+    own = [reward for count, reward, _ in taken for _ in range(count)]
+    values = [value if place == 0 else 99.0 for count, _, value in taken for place in range(count)]  # only the first counts
+    found = turn_gae(np.array(own), np.array(values), np.array(turns, dtype=np.int64), discount=discount, trace=trace)
+    for got, expected in zip(found, (made, returns), strict=True):
+        spread_out = [expected[number] for number, (count, *_) in enumerate(taken) for _ in range(count)]
+        np.testing.assert_allclose(got, spread_out, atol=1e-4)
+        assert got.dtype == np.float32

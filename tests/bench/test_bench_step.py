@@ -109,7 +109,7 @@ def test_long_completions_fit_a_pass_and_have_a_mean_of_a_quarter_of_the_longest
 
 def test_roles_are_measured_while_they_are_at_work(monkeypatch):
     plan = dataclasses.replace(PLAN, device="cuda", completions=2, tokens=100, prompt_tokens=20)
-    monkeypatch.setattr(step, "flops_of", lambda model, lengths: step.PEAK_FLOPS * sum(lengths) / 240)
+    monkeypatch.setattr(step, "flops_of", lambda model, lengths, is_frozen: step.PEAK_FLOPS * sum(lengths) / 240)
     times = {"engine__decode": 1.0, "engine__prefill": 1.0, "trainer__wait_batch": 5.0}
     seen = [{**row(9.0, tokens=0, trainer__compute=4.0, **times), "completions/mean_length": each} for each in (50.0, 100.0)]
     rows = {r.name.removeprefix("x: "): r.value for r in role_rows(plan, Variant("x", {}), seen, "model")}

@@ -93,6 +93,7 @@ def test_arithmetic_is_counted_once_for_a_tied_embedding(folder):
     attention = 32 * 2 * 16 + 2 * 32 * 1 * 16 + 2 * 16 * 32
     weights = 97 * 32 + 2 * (attention + 3 * 32 * 64 + 2 * 32 + 2 * 16) + 32
     assert flops_of(folder, [10, 20]) == 6 * weights * 30 + 6 * 2 * 2 * 16 * (100 + 400)
+    assert flops_of(folder, [10, 20], is_frozen=True) == 4 * weights * 30 + 6 * 2 * 2 * 16 * (100 + 400)
 
 
 def test_speed_is_of_medians(capsys):

@@ -6,12 +6,11 @@ import pytest
 
 from headrace.bench import sync_delta
 from headrace.bench.loads import SMALL
-from headrace.sync.delta import Stats
 
 
 def case(learning_rate: float, changed: float) -> sync_delta.Case:
-    stats = Stats(num_elements=10**6, num_changed=round(changed * 10**6), full_bytes=2 * 10**6, num_bytes=10**4)
-    return sync_delta.Case(learning_rate, stats, {"encode": 0.3, "apply": 0.1, "copy": 0.1})
+    seconds = {"encode": 0.3, "apply": 0.1, "copy": 0.1}
+    return sync_delta.Case(learning_rate, round(changed * 10**6), changed, 2 * 10**6, 10**4, seconds)
 
 
 def test_a_larger_learning_rate_changes_more_weights_and_makes_a_larger_delta() -> None:
@@ -19,7 +18,7 @@ def test_a_larger_learning_rate_changes_more_weights_and_makes_a_larger_delta() 
     steps.step(1e-5)
     slow, fast = (sync_delta._measure_case(steps, rate, 1) for rate in (3e-7, 1e-5))
     assert 0 < slow.changed < fast.changed < 0.5
-    assert slow.ratio > fast.ratio > 2
+    assert slow.num_bytes < fast.num_bytes < fast.full_bytes / 2
 
 
 @pytest.mark.parametrize("seen", [(0.001, 0.1), (0.001, 0.002, 0.03), (0.01, 0.03)])

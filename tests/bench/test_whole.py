@@ -85,6 +85,14 @@ def test_partial(tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_episodes(tmp_path) -> None:
+    rows = run_bench(tmp_path, "episodes", "--slots", "4")
+    assert rows["slots busy"]["value"] > rows["slots busy"]["peers"]["sync"] > 0
+    assert rows["prompt tokens computed ÷ minimum"]["value"] == 1
+    assert rows["async against TRL's tool loop"]["peers"]["TRL"] > 0
+
+
+@pytest.mark.long
 def test_engine(tmp_path) -> None:
     rows, plan = run_bench(tmp_path, "engine"), engine.make_plan("cpu", quick=True)
     assert rows[plan.tail.name]["peers"]["model.generate"] > 0 and f"{plan.tail.name} ÷ model.generate" in rows

@@ -719,20 +719,19 @@ def count_prompt_rows(core: EngineCore) -> list[int]:
 
 @here
 @pytest.mark.parametrize("at", [7, 16, 29, 36])
-def test_a_fork_of_a_pinned_rollout_is_the_same_prefix_without_its_computation(run, at):
+def test_a_fork_of_a_finished_rollout_is_the_same_prefix_without_its_computation(run, at):
     async def check(bench: Bench) -> None:
         assert isinstance(bench.engine, NativeEngine)
         free = (await bench.engine.state()).free_blocks
-        await bench.engine.pin("parent")
         parent = await bench.engine.generate(prompt("parent"), Sampling(max_tokens=30, seed=1))
         rows = count_prompt_rows(bench.core)
-        child = await bench.engine.fork(parent, at, id="child")
+        child = parent.forked(at, id="child")
         assert child.parent == ("parent", at)
         forked = await bench.engine.generate(child, Sampling(max_tokens=20, seed=8))
         assert sum(rows) == 1
-        await bench.engine.unpin("parent")
         await until(bench, lambda state: (state.running, state.free_blocks) == (0, free))
-        bench.core.scheduler.pool.forget_all()
+        bench.core.forget_kept()
+        bench.core.scheduler.pool.forget_prefixes()
         rows.clear()
         fresh = await bench.engine.generate(Rollout.from_prompt(parent.token_ids[:at], id="f"), Sampling(max_tokens=20, seed=8))
         assert sum(rows) == at and np.array_equal(forked.token_ids, fresh.token_ids)
@@ -743,24 +742,47 @@ def test_a_fork_of_a_pinned_rollout_is_the_same_prefix_without_its_computation(r
 
 
 @here
-def test_a_fork_goes_on_over_pinned_keys_after_a_swap_until_it_is_unpinned(run):
+def test_a_fork_goes_on_over_kept_keys_after_a_swap_as_long_as_they_are_kept(run):
     async def check(bench: Bench) -> None:
         assert isinstance(bench.engine, NativeEngine)
-        await bench.engine.pin("parent")
         parent = await bench.engine.generate(prompt("parent"), Sampling(max_tokens=30, seed=1))
         bench.nudge()
         await bench.publish(1)
         rows = count_prompt_rows(bench.core)
-        first = await bench.engine.fork(parent, 20, id="first")
+        first = parent.forked(20, id="first")
         over_old_keys = await bench.engine.generate(first, Sampling(max_tokens=10, seed=8))
         assert sum(rows) == 1 and (over_old_keys.versions[20:] == 1).all() and (over_old_keys.versions[6:20] == 0).all()
         fresh = (await bench.engine.score([over_old_keys]))[0]
         assert np.abs(fresh[20:] - over_old_keys.logprobs[20:]).max() > 1e-3
-        await bench.engine.unpin("parent")
+        bench.core.forget_kept()
         rows.clear()
-        second = await bench.engine.generate(await bench.engine.fork(parent, 20, id="second"), Sampling(max_tokens=10, seed=8))
+        second = await bench.engine.generate(parent.forked(20, id="second"), Sampling(max_tokens=10, seed=8))
         assert sum(rows) == 20
         np.testing.assert_allclose((await bench.engine.score([second]))[0][20:], second.logprobs[20:], atol=1e-5)
+
+    run(check)
+
+
+@here
+@pytest.mark.parametrize("is_paused", [True, False])
+@pytest.mark.parametrize("interrupt", [each for each in Interrupt if each is not Interrupt.LEASE])
+def test_between_two_turns_an_update_does_what_the_interrupt_says(run, interrupt, is_paused):
+    """`keep` continues over the older KV cache, as a running rollout does; any other computes it again."""
+
+    async def check(bench: Bench) -> None:
+        first = await bench.engine.generate(prompt("r"), Sampling(max_tokens=30, seed=1))
+        bench.nudge()
+        await bench.publish(1, interrupt=interrupt, is_paused=is_paused)
+        rows = count_prompt_rows(bench.core)
+        second = await bench.engine.generate(first.append([7, 8, 9]), Sampling(max_tokens=10, seed=8))
+        start = len(first) + 3
+        assert (second.versions[start:] == 1).all() and (second.versions[6 : len(first)] == 0).all()
+        fresh = (await bench.engine.score([second]))[0]
+        if interrupt is Interrupt.KEEP:
+            assert sum(rows) == 1 + 3 and np.abs(fresh[start:] - second.logprobs[start:]).max() > 1e-3
+        else:
+            assert sum(rows) == start
+            np.testing.assert_allclose(fresh[start:], second.logprobs[start:], atol=1e-5)
 
     run(check)
 
@@ -815,18 +837,14 @@ def test_a_sleeping_engine_takes_new_weights_and_wakes_with_them(run):
 
 
 @here
-def test_pins_do_not_outlive_the_memory_they_hold(run):
+def test_nothing_is_kept_in_memory_that_was_given_back(run):
     async def check(bench: Bench) -> None:
         assert isinstance(bench.engine, NativeEngine)
-        free = (await bench.engine.state()).free_blocks
-        await bench.engine.pin("parent")
         parent = await bench.engine.generate(prompt("parent"), Sampling(max_tokens=30, seed=1))
-        assert (await until(bench, lambda state: state.running == 0)).free_blocks < free
         await bench.engine.sleep()
-        assert (await bench.engine.state()).free_blocks == free
         await bench.engine.wake()
         rows = count_prompt_rows(bench.core)
-        forked = await bench.engine.generate(await bench.engine.fork(parent, 20, id="child"), Sampling(max_tokens=10, seed=8))
+        forked = await bench.engine.generate(parent.forked(20, id="child"), Sampling(max_tokens=10, seed=8))
         assert sum(rows) == 20
         np.testing.assert_allclose((await bench.engine.score([forked]))[0][20:], forked.logprobs[20:], atol=1e-5)
 

@@ -37,7 +37,16 @@ FAMILIES = DENSE + ROUTED
 BLOCK = 8
 PROMPT, NEW = 21, 24
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+
+def each(families: list[str]) -> pytest.MarkDecorator:
+    """`make test` takes one of each kind: plain, sliding, with latent heads and experts, with sinks, sliding and experts."""
+    usual = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
+    return pytest.mark.parametrize(
+        "family", [name if name in usual else pytest.param(name, marks=pytest.mark.long) for name in families]
+    )
+
+
+every_family = each(FAMILIES)
 
 
 @functools.cache
@@ -185,13 +194,11 @@ PLACES = [1, 16, 17, 32, 39, PROMPT + NEW]
 def test_a_fork_of_a_finished_parent_is_a_fresh_engines(family: str, exact: bool) -> None:
     model = shared_model(family, exact=exact)
     core = make_core(model, exact=exact)
-    core.scheduler.pins.pin("r")
     parent = generate(core, prompt(), Sampling(max_tokens=NEW, seed=5))
     forks = [ask(core, parent.forked(at, id=f"fork {at}"), FORKED) for at in PLACES]
     assert prompt_rows(run(core)) == len(PLACES)
     for each in forks:
         check_fork(each.done, model, exact=exact)
-    core.scheduler.pins.unpin("r")
     assert_nothing_is_held(core)
 
 
@@ -277,12 +284,32 @@ def scores_after(model: PreTrainedModel, kept: dict[int, tuple[torch.Tensor, tor
 
 
 @every_family
+def test_a_next_turn_goes_on_from_the_keys_of_the_turn_before(family: str) -> None:
+    """With the weights that computed them, as if all were computed at once; after a swap over the old keys."""
+    model = prepare(make(family), name=family)
+    core = make_core(model)
+    first = generate(core, prompt(), Sampling(max_tokens=NEW, seed=5))
+    asked = ask(core, first.append([7, 8]), Sampling(max_tokens=6, seed=6))
+    assert prompt_rows(run(core)) == 1 + 2
+    second = asked.done
+    assert_logprobs_are(second, scores(model, second), where=second.is_sampled)
+    old = kept_keys(model, second.token_ids[:-1])
+    nudge(model, core, version=1)
+    asked = ask(core, second.append([9]), Sampling(max_tokens=6, seed=7))
+    assert prompt_rows(run(core)) == 1 + 1
+    third = asked.done
+    drawn = np.arange(len(third)) >= len(second) + 1
+    assert third.versions[drawn].tolist() == [1] * 6
+    assert_logprobs_are(third, scores_after(model, old, third), where=drawn)
+    assert_nothing_is_held(core)
+
+
+@every_family
 @pytest.mark.parametrize("at", [24, 27], ids=["whole blocks", "inside a block"])
 def test_a_fork_after_a_swap_goes_on_from_the_old_keys_with_the_new_weights(family: str, at: int) -> None:
     """It computes its last token and no other."""
     model = prepare(make(family), name=family)
     core = make_core(model)
-    core.scheduler.pins.pin("r")
     parent = generate(core, prompt(), Sampling(max_tokens=NEW, seed=5))
     old = kept_keys(model, parent.token_ids[: at - 1])
     nudge(model, core, version=1)
@@ -294,7 +321,7 @@ def test_a_fork_after_a_swap_goes_on_from_the_old_keys_with_the_new_weights(fami
     assert_logprobs_are(fork, scores_after(model, old, fork), where=drawn)
     fresh = scores(model, fork)
     assert np.abs(fork.logprobs[drawn] - fresh[drawn]).max() > 1e-3  # or the weights had not changed enough to tell
-    core.scheduler.pins.unpin("r")
+    core.forget_kept()
     again = ask(core, parent.forked(at, id="again"), Sampling(max_tokens=15, seed=6))
     assert prompt_rows(run(core)) == at
     assert_logprobs_are(again.done, scores(model, again.done), where=drawn)
@@ -358,7 +385,7 @@ def test_weights_that_change_under_a_rollout(family: str, is_retracted: bool) ->
 
 # Experts
 
-every_routed = pytest.mark.parametrize("family", ROUTED)
+every_routed = each(ROUTED)
 
 
 def routing_of(model: PreTrainedModel, rollout: Rollout) -> Array:
@@ -396,7 +423,6 @@ def test_recorded_experts_are_those_of_one_packed_pass(family: str, way: Callabl
 def test_every_sibling_and_every_fork_has_its_own_experts(family: str) -> None:
     model = shared_model(family, exact=True)
     core = make_core(model, exact=True, record_routing=True)
-    core.scheduler.pins.pin("sibling 0")
     group = [ask(core, prompt(id=f"sibling {index}"), Sampling(max_tokens=9, seed=index)) for index in range(4)]
     run(core)
     parent = group[0].done
@@ -424,7 +450,7 @@ def test_an_aborted_rollout_knows_the_experts_of_all_but_its_last_token(family: 
     assert np.array_equal(np.sort(routing[computed]), np.sort(routing_of(model, waiting.done)[computed]))
 
 
-@pytest.mark.parametrize("family", DENSE)
+@each(DENSE)
 def test_a_model_without_experts_records_none(family: str) -> None:
     core = make_core(shared_model(family), record_routing=True)
     assert generate(core, prompt(), Sampling(max_tokens=2)).expert_routing is None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from aiohttp import web
 
 if TYPE_CHECKING:
@@ -48,6 +51,9 @@ class Fake:
     """Of each call, the weights of each token."""
     together: int = 1
     """Tokens in an event, where the call does not say."""
+    routed: tuple[int, int] = (0, 0)
+    """Decoder layers and experts per token of the routing that it reports (`--enable-return-routed-experts`), if any: token t
+    is sent to expert t + layer + place."""
     holds_at: int = -1
     """The token before which every call stands still."""
     _go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,6 +139,9 @@ class Fake:
             return web.json_response({"error": {"message": f"The model `{body['model']}` does not exist."}}, status=404)
         if self.fault == "refused":
             return web.json_response({"error": {"message": "too long for me"}}, status=400)
+        if "prompt_logprobs" in body["sampling_params"]:
+            scored = [{str(token): {"logprob": self.logprob}} for token in body["token_ids"]]
+            return web.json_response({"prompt_logprobs": [None, *scored[1:]]})
         if (asked := body["sampling_params"]["logprobs"]) > self.most_candidates:
             told = f"Requested sample logprobs of {asked}, which is greater than max allowed: {self.most_candidates}"
             return web.json_response({"error": {"message": told}}, status=400)
@@ -206,7 +215,14 @@ class Fake:
             choice["weight_versions"] = [
                 {"version": versions[a], "start": a, "end": b} for a, b in zip(starts, stops, strict=True)
             ]
+        if finish is not None and all(self.routed):
+            choice["routed_experts"] = self._routing(len(body["token_ids"]) + len(versions) - 1)
         await answer.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+
+    def _routing(self, num_tokens: int) -> str:
+        file = io.BytesIO()
+        np.save(file, np.indices((num_tokens, *self.routed)).sum(axis=0).astype(np.uint8))
+        return base64.b64encode(file.getvalue()).decode()
 
 
 @contextlib.asynccontextmanager

@@ -628,50 +628,28 @@ def engine_of(rollout: Rollout) -> str:
     return rollout.calls[-1].engine
 
 
-def test_a_fork_goes_to_the_engine_that_has_its_parent(tiny_model):
+def test_a_next_turn_and_a_fork_go_to_the_engine_that_has_their_keys(tiny_model):
     async def check(bench: Pooled) -> None:
         fars = [await bench.join(slots=2) for _ in range(3)]
         await until(lambda: all(far.remote.credit > 0 for far in fars))
-        names = [f"parent {index}" for index in range(12)]
-        for name in names:
-            await bench.pool.pin(name)
-        sampling = Sampling(max_tokens=20, seed=3)
-        parents = await asyncio.gather(*(bench.pool.generate(prompt(n, seed=i), sampling) for i, n in enumerate(names)))
+        first = Sampling(max_tokens=20, seed=3)
+        parents = await asyncio.gather(*(bench.pool.generate(prompt(f"r{i}", seed=i), first) for i in range(12)))
         assert len(set(map(engine_of, parents))) == 3
+        await until(lambda: all(far.remote.credit == 4 for far in fars))
         rows = [count_prompt_rows(far) for far in fars]
-        forks = [await bench.pool.fork(each, 11 + i, id=f"fork {i}") for i, each in enumerate(parents)]
-        assert [fork.parent for fork in forks] == [(name, 11 + i) for i, name in enumerate(names)]
-        done = await asyncio.gather(*(bench.pool.generate(fork, Sampling(max_tokens=5)) for fork in forks))
-        assert list(map(engine_of, done)) == list(map(engine_of, parents))
-        assert sum(map(sum, rows)) == len(forks), "one row each: the last token, which predicts the next"
-        for name in names:
-            await bench.pool.unpin(name)
-        await until(lambda: all(far.core.num_running == 0 for far in fars))
-        assert all(far.core.scheduler.pins.num_blocks == 0 for far in fars)
+        turns = [parent.append([7, 8, 9]) for parent in parents[:6]]
+        forks = [parent.forked(11 + i, id=f"fork {i}") for i, parent in enumerate(parents[6:])]
+        done = await asyncio.gather(*(bench.pool.generate(each, Sampling(max_tokens=5)) for each in (*turns, *forks)))
+        moved = sum(engine_of(each) != engine_of(parent) for each, parent in zip(done, parents, strict=True))
+        assert bench.pool.turns == {"returned": 12 - moved} | ({"moved": moved} if moved else {})
+        if not moved:
+            assert sum(map(sum, rows)) == 6 * (1 + 3) + 6, "the last token, which predicts the next, and the replies"
 
     run(check, tiny_model)
 
 
-def test_a_rollout_pinned_while_it_runs_is_found_again(tiny_model):
-    async def check(bench: Pooled) -> None:
-        fars = [await bench.join(slots=1) for _ in range(2)]
-        for far in fars:
-            slow(far, 0.002)
-        await until(lambda: all(far.remote.credit > 0 for far in fars))
-        calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}", seed=i), Sampling(max_tokens=40))) for i in range(2)]
-        await until(lambda: all(far.core.num_sampled > 2 for far in fars))
-        await bench.pool.pin("r1")
-        parent = (await asyncio.gather(*calls))[1]
-        for index in range(4):
-            fork = await bench.pool.fork(parent, 30 + index, id=f"fork {index}")
-            assert engine_of(await bench.pool.generate(fork, Sampling(max_tokens=2))) == engine_of(parent)
-
-    run(check, tiny_model)
-
-
-async def pinned_parent(bench: Pooled) -> tuple[Rollout, Far, Far]:
-    """A pinned rollout, the engine that has it, and another; both slow, with room for two calls each."""
-    await bench.pool.pin("parent")
+async def finished_parent(bench: Pooled) -> tuple[Rollout, Far, Far]:
+    """A rollout, the engine that generated it, and another; both slow, with room for two calls each."""
     parent = await bench.pool.generate(prompt("parent"), Sampling(max_tokens=20))
     home, other = sorted(bench.far, key=lambda far: far.name != engine_of(parent))
     for far in (home, other):
@@ -680,39 +658,46 @@ async def pinned_parent(bench: Pooled) -> tuple[Rollout, Far, Far]:
     return parent, home, other
 
 
-def test_a_fork_waits_for_its_engine_and_nobody_waits_for_the_fork(tiny_model):
+def test_a_turn_waits_for_its_engine_unless_another_has_a_free_slot(tiny_model):
     async def check(bench: Pooled) -> None:
         for _ in range(2):
             await bench.join(slots=1)
-        parent, home, other = await pinned_parent(bench)
-        busy = [
-            asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"busy {i}"), Sampling(max_tokens=60)))
-            for i in range(2)
-        ]
+        parent, home, other = await finished_parent(bench)
+
+        def go_on(name: str, *, tokens: int) -> asyncio.Future[Rollout]:
+            return asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=name), Sampling(max_tokens=tokens)))
+
+        home.remote.is_behind = True
+        new = asyncio.ensure_future(bench.pool.generate(prompt("new"), Sampling(max_tokens=80)))
+        await until(lambda: other.remote.credit == 1)
+        home.remote.is_behind = False
+        busy = [go_on(f"busy {index}", tokens=40) for index in range(2)]
         await until(lambda: home.remote.credit == 0)
-        fork, unwanted = (
-            asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=name), Sampling(max_tokens=3))) for name in ("f", "u")
-        )
-        later = await bench.pool.generate(prompt("later"), Sampling(max_tokens=3))
-        assert engine_of(later) == other.name and not fork.done()
-        assert bench.pool.num_waiting == 2 and not other.requests
+        waiting, unwanted = go_on("waiting", tokens=3), go_on("unwanted", tokens=3)
+        await asyncio.sleep(0.02)
+        assert bench.pool.num_waiting == 2 and other.remote.credit == 1, "it has room for one more, and no free slot"
         unwanted.cancel()
         await asyncio.sleep(0)
         assert bench.pool.num_waiting == 1
-        assert engine_of(await fork) == home.name
+        assert engine_of(await waiting) == home.name
         assert [engine_of(each) for each in await asyncio.gather(*busy)] == [home.name] * 2
-        assert bench.pool.num_waiting == 0
+        await new
+        await until(lambda: home.remote.credit == other.remote.credit == 2)
+        before = bench.pool.turns["moved"]
+        calls = [go_on(f"many {index}", tokens=40) for index in range(4)]
+        went = Counter(map(engine_of, await asyncio.gather(*calls)))
+        assert went[other.name] >= 1 and bench.pool.turns["moved"] - before == went[other.name]
 
     run(check, tiny_model)
 
 
-def test_forks_of_a_lost_engines_rollouts_go_to_another(tiny_model):
-    """Those sent to it, those that waited for it, and those asked for afterwards; the parent's next home is remembered."""
+def test_turns_of_a_lost_engines_rollouts_go_to_another(tiny_model):
+    """Those sent to it, those that waited for it, and those asked for afterwards."""
 
     async def check(bench: Pooled) -> None:
         for _ in range(2):
             await bench.join(slots=1)
-        parent, home, other = await pinned_parent(bench)
+        parent, home, other = await finished_parent(bench)
         calls = [
             asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"f{i}"), Sampling(max_tokens=30, seed=i)))
             for i in range(5)
@@ -722,37 +707,127 @@ def test_forks_of_a_lost_engines_rollouts_go_to_another(tiny_model):
         await until(lambda: home.remote.is_lost)
         for index, fork in enumerate(await asyncio.gather(*calls)):
             assert engine_of(fork) == other.name and fork.num_sampled == 33 and fork.id == f"f{index}"
-        again = await bench.pool.generate(parent.forked(12, id="again"), Sampling(max_tokens=3))
+        again = await bench.pool.generate(parent.append([7]), Sampling(max_tokens=3))
         assert engine_of(again) == other.name and bench.pool.num_waiting == 0
 
     run(check, tiny_model)
 
 
-def test_who_joins_keeps_what_is_pinned_and_nothing_else(tiny_model):
+def test_turns_do_not_wait_for_an_engine_that_is_behind(tiny_model):
     async def check(bench: Pooled) -> None:
-        for name in ("a", "b", "c"):
-            await bench.pool.pin(name)
-        late = await bench.start(slots=4, context=96)
-        pin, is_reached, may_go = late.engine.pin, asyncio.Event(), asyncio.Event()
+        for _ in range(2):
+            await bench.join(slots=1)
+        parent, home, other = await finished_parent(bench)
+        busy = [
+            asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"busy {i}"), Sampling(max_tokens=60)))
+            for i in range(5)
+        ]
+        await until(lambda: bool(home.remote.bound))
+        home.remote.is_behind = True
+        assert engine_of(await bench.pool.generate(parent.append([7]), Sampling(max_tokens=3))) == other.name
+        await asyncio.gather(*busy)
 
-        async def held(rollout_id: str) -> None:
-            await pin(rollout_id)
-            is_reached.set()
-            await may_go.wait()
+    run(check, tiny_model)
 
-        late.worker._engine.pin = held  # type: ignore[method-assign]
-        for call, handler in late.worker.calls().items():
-            late.control.calls[call] = handler
-        joining = asyncio.ensure_future(bench.pool.join(late.remote))
-        await is_reached.wait()
-        for name in ("a", "b", "c"):
-            await bench.pool.unpin(name)
-        await bench.pool.pin("d")
-        may_go.set()
-        await joining
-        for name in ("a", "b", "c", "d"):
-            await bench.pool.generate(prompt(name, seed=ord(name)), Sampling(max_tokens=20))
-        await until(lambda: late.core.num_running == 0)
-        assert list(late.core.scheduler.pins.by_id) == ["d"] and late.core.scheduler.pins.num_blocks == 2
+
+# Later turns: only what is new travels
+
+
+def sent_tokens(far: Far) -> tuple[list[int], list[int]]:
+    """Grow by the tokens of every rollout that travels to an engine and back."""
+    to, back = [], []
+    take, done = far.worker._take_work, far.remote._take_done
+
+    def take_work(value: Any) -> None:
+        to.extend(value["rollouts"]["rollouts"]["length"])
+        take(value)
+
+    def take_done(value: Any) -> None:
+        back.extend(value["rollouts"]["rollouts"]["length"])
+        done(value)
+
+    far.data._notices["work"], far.remote.data._notices["done"] = take_work, take_done  # type: ignore[union-attr]
+    return to, back
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_tokens=9), Sampling(max_tokens=9, top_k=5, min_tokens=2, stop_ids=(3,))])
+def test_of_a_later_turn_only_what_is_new_travels(tiny_model, sampling):
+    """And the rollout is the one that an engine in this process makes of it."""
+
+    async def check(bench: Pooled) -> None:
+        bench.record_entropy = True
+        far = await bench.join(slots=2)
+        to, back = sent_tokens(far)
+        rollout = prompt("r", length=12)
+        alone = rollout
+        for turn in range(4):
+            seeded, start = sampling.with_seed(turn), len(rollout)
+            rollout = await bench.pool.generate(rollout, seeded)
+            alone = await far.engine.generate(alone.replace(id=f"alone {turn}"), seeded)
+            assert back[-1] == (len(rollout) if turn == 0 else len(rollout) - start)
+            for name in ("token_ids", "source", "loss_mask", "versions", "sampling_mask", "finish_reason", "lineage"):
+                assert np.array_equal(getattr(rollout, name), getattr(alone, name)), (turn, name)
+            np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5)
+            np.testing.assert_allclose(rollout.columns[SAMPLED_ENTROPY], alone.columns[SAMPLED_ENTROPY], atol=1e-5)
+            spans = [[(call.start, call.stop, call.finish_reason) for call in each.calls] for each in (rollout, alone)]
+            assert spans[0] == spans[1] and len(spans[0]) == turn + 1
+            rollout, alone = rollout.append([7, 8 + turn]), alone.append([7, 8 + turn])
+        assert to == [12, 2, 2, 2]
+
+    run(check, tiny_model)
+
+
+def test_what_an_engine_no_longer_has_is_sent_whole(tiny_model, monkeypatch):
+    """Because it held too much, because the history changed, or because it was restarted."""
+
+    async def check(bench: Pooled) -> None:
+        far = await bench.join(slots=2)
+        first = await bench.pool.generate(prompt("r", length=12), Sampling(max_tokens=9))
+        to, _ = sent_tokens(far)
+        tokens = first.token_ids.copy()
+        tokens[3] = 60 if tokens[3] != 60 else 61
+        changed = first.replace(token_ids=tokens).append([7])
+        second = await bench.pool.generate(changed, Sampling(max_tokens=9))
+        assert to == [1, len(changed)] and second.token_ids[: len(changed)].tolist() == changed.token_ids.tolist()
+        monkeypatch.setattr(worker, "_MOST_HELD", 0)
+        third = await bench.pool.generate(second.append([8]), Sampling(max_tokens=9))
+        fourth = await bench.pool.generate(third.append([9]), Sampling(max_tokens=9))
+        assert to[2:] == [1, 1, len(third) + 1] and len(fourth) == len(third) + 10 and not far.worker._held
+        assert far.remote.credit == 4 and not far.worker._requests
+
+    run(check, tiny_model)
+
+
+def test_a_call_cancelled_while_its_rollout_is_asked_for_gives_its_place_back(tiny_model):
+    async def check(bench: Pooled) -> None:
+        far = await bench.join(slots=2)
+        first = await bench.pool.generate(prompt("r"), Sampling(max_tokens=9))
+        await until(lambda: far.remote.credit == 4)
+        far.worker._held.clear()
+        asked, take = asyncio.Event(), far.remote._take_missing
+        far.remote.data._notices["missing"] = lambda keys: (call.cancel(), asked.set(), late.append(keys))  # type: ignore
+        late: list[list[int]] = []
+        call = asyncio.ensure_future(bench.pool.generate(first.append([7]), Sampling(max_tokens=9)))
+        await asked.wait()
+        await asyncio.gather(call, return_exceptions=True)
+        far.remote.data._notices["missing"] = take  # type: ignore[union-attr]
+        take(late[0])
+        await until(lambda: far.remote.credit == 4)
+        assert not far.remote.requests and not far.worker._requests
+        assert (await bench.pool.generate(first.append([7]), Sampling(max_tokens=9))).num_sampled == 18
+
+    run(check, tiny_model)
+
+
+def test_an_episode_that_has_ended_is_held_by_no_engine(tiny_model):
+    async def check(bench: Pooled) -> None:
+        fars = [await bench.join(slots=2) for _ in range(2)]
+        names = [f"r{index}" for index in range(6)]
+        done = await asyncio.gather(*(bench.pool.generate(prompt(name), Sampling(max_tokens=9)) for name in names))
+        assert sum(len(far.worker._held) for far in fars) == 6
+        bench.pool.release([rollout.id for rollout in done[1:]])
+        await until(lambda: sum(len(far.worker._held) for far in fars) == 1)
+        assert sum(far.worker._num_held for far in fars) == done[0].num_bytes
+        await until(lambda: sum(far.core.scheduler.pool.kept(name).num_tokens > 0 for far in fars for name in names) == 1)
 
     run(check, tiny_model)

@@ -142,7 +142,8 @@ def test_long_rollouts_that_ended_together_do_not_keep_each_other_in_memory() ->
     async def check(asked: Asked) -> None:
         asked.report(400)
         partials = [call.partial() for call in await asked.pool.in_flight()]
-        message = asked.tell("done", {"keys": np.array(list(asked.engine.requests)), "rollouts": pack_rollouts(partials)})
+        keys = np.array(list(asked.engine.requests))
+        message = asked.tell("done", {"keys": keys, "starts": np.zeros_like(keys), "rollouts": pack_rollouts(partials)})
         for rollout, partial in zip(await asyncio.gather(*asked.tasks), partials, strict=True):
             assert rollout == partial
             assert not any(np.shares_memory(getattr(rollout, name), message["rollouts"][name]) for name in NAMES)

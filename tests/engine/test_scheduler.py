@@ -109,17 +109,16 @@ def test_a_rollout_that_does_not_fit_now_is_not_overtaken(model) -> None:
     assert_nothing_is_held(core)
 
 
-def test_a_pinned_rollout_gives_way_when_nothing_else_can(model) -> None:
-    """Pins hold memory only as long as nobody needs it, and whoever goes on from one computes it again."""
+def test_what_is_kept_gives_way_to_what_runs(model) -> None:
+    """It takes memory only as long as nobody needs it, and whoever goes on from it then computes it again."""
     core = make_core(model, slots=2, num_blocks=8 + 1)
-    core.scheduler.pins.pin("parent")
     parent = generate(core, prompt(20, id="parent"), Sampling(max_tokens=20))
-    assert core.scheduler.pins.num_blocks == 5
+    assert len(core.scheduler.pool.kept("parent").blocks) == 5 and len(core.scheduler.pool) == 8
     whole = generate(core, prompt(4, id="whole", seed=1), Sampling(max_tokens=60))
-    assert whole.num_sampled == 60 and core.scheduler.pins.num_blocks == 0
+    assert whole.num_sampled == 60 and not core.scheduler.pool.kept("parent").blocks
+    assert core.scheduler.num_retractions == 0
     fork = generate(core, parent.forked(30, id="fork"), Sampling(max_tokens=10))
     assert fork.token_ids[:30].tolist() == parent.token_ids[:30].tolist()
-    core.scheduler.pins.unpin("parent")
     assert_nothing_is_held(core)
 
 
@@ -312,13 +311,109 @@ def test_followers_of_an_aborted_leader_end_with_it(model) -> None:
         assert_same_draws(each.done, alone)
 
 
+# Turns
+
+
+def reply(rollout: Rollout, length: int, *, seed: int = 9) -> Rollout:
+    return rollout.append(np.random.default_rng(seed).integers(3, 96, size=length))
+
+
+@pytest.mark.parametrize("length", range(12, 21))
+def test_a_next_turn_computes_what_is_new_and_nothing_else(model, length: int) -> None:
+    """Wherever in a block the turn before it ended, and though others ran meanwhile. What is new: the last token of that turn,
+    whose keys nobody needed so far, and the reply."""
+    core = make_core(model, num_blocks=40)
+    rollout = generate(core, prompt(length, id="r"), Sampling(max_tokens=10, seed=1))
+    for turn in range(1, 4):
+        generate(core, prompt(30, id=f"other {turn}", seed=turn), Sampling(max_tokens=9))
+        asked = ask(core, reply(rollout, 3 + turn), Sampling(max_tokens=6, seed=turn))
+        assert prompt_rows(run(core)) == 1 + 3 + turn
+        rollout = asked.done
+        alone = generate(make_core(model), asked.request.rollout, Sampling(max_tokens=6, seed=turn))
+        assert_same_draws(rollout, alone)
+    assert_nothing_is_held(core)
+    same = ask(core, Rollout.from_prompt(rollout.token_ids, id="same tokens"), Sampling(max_tokens=1))
+    assert prompt_rows(run(core)) <= core.cache.block_size, "whole blocks of all turns are in the prefix cache"
+    assert same.is_over
+
+
+@pytest.mark.parametrize("length", [3, 12])
+def test_a_turn_over_older_keys_leaves_nothing_in_the_prefix_cache(length: int) -> None:
+    """Neither under the new version nor, when that is loaded again, under the old one."""
+    model = prepare(make("llama"), name="llama")
+    core = make_core(model)
+    rollout = generate(core, prompt(length, id="r"), Sampling(max_tokens=3))
+    core.changed_weights(policy="policy", lineage="", version=1)
+    asked = ask(core, reply(rollout, 12), Sampling(max_tokens=9))
+    assert prompt_rows(run(core)) == 1 + 12
+    again = Rollout.from_prompt(asked.done.token_ids, id="again")
+    for version in (1, 0):
+        core.changed_weights(policy="policy", lineage="", version=version)
+        ask(core, again, Sampling(max_tokens=1))
+        assert prompt_rows(run(core)) == len(again)
+
+
+def test_a_new_lineage_keeps_nothing(model) -> None:
+    core = make_core(model)
+    rollout = generate(core, prompt(12, id="r"), Sampling(max_tokens=9))
+    core.changed_weights(policy="policy", lineage="next", version=0)
+    ask(core, reply(rollout, 5), Sampling(max_tokens=3))
+    assert prompt_rows(run(core)) == 12 + 9 + 5
+
+
+def test_the_rollout_that_ended_first_gives_way_first(model) -> None:
+    core = make_core(model, slots=2, num_blocks=12 + 1)
+    ended = [generate(core, prompt(20, id=str(index), seed=index), Sampling(max_tokens=8)) for index in range(3)]
+    generate(core, prompt(4, id="more", seed=7), Sampling(max_tokens=2))
+    assert [core.scheduler.pool.kept(str(index)).num_tokens for index in range(3)] == [0, 27, 27]
+    for rollout in ended[1:]:
+        ask(core, reply(rollout, 2), Sampling(max_tokens=2))
+        assert prompt_rows(run(core)) == 1 + 2
+    ask(core, reply(ended[0], 2), Sampling(max_tokens=2))
+    assert prompt_rows(run(core)) > 1 + 2
+
+
+def test_a_rollout_that_will_not_continue_gives_way_before_older_ones(model) -> None:
+    """But not what it shares with one that may."""
+    core = make_core(model, slots=2, num_blocks=16 + 1)
+    ended = [generate(core, prompt(20, id=str(index), seed=index), Sampling(max_tokens=8)) for index in range(3)]
+    sibling = generate(core, prompt(20, id="sibling", seed=2), Sampling(max_tokens=8, seed=1))
+    core.scheduler.pool.release("2")
+    generate(core, prompt(20, id="more", seed=7), Sampling(max_tokens=8))
+    for rollout in (ended[0], ended[1], sibling):
+        ask(core, reply(rollout, 2), Sampling(max_tokens=2))
+        assert prompt_rows(run(core)) == 1 + 2
+    assert not core.scheduler.pool.kept("2").blocks
+    assert_nothing_is_held(core)
+
+
+def test_a_turn_that_needs_every_block_takes_the_one_it_continues(model) -> None:
+    """The only block left is the half full one that it goes on from."""
+    core = make_core(model, slots=2, num_blocks=4 + 1)
+    rollout = generate(core, prompt(20, id="r"), Sampling(max_tokens=8))
+    asked = ask(core, reply(rollout, 2), Sampling(max_tokens=2))
+    assert prompt_rows(run(core)) == 1 + 2
+    assert_same_draws(asked.done, generate(make_core(model), asked.request.rollout, Sampling(max_tokens=2)))
+    assert_nothing_is_held(core)
+
+
+def test_a_history_that_was_rewritten_is_computed_again(model) -> None:
+    core = make_core(model)
+    rollout = generate(core, prompt(20, id="r"), Sampling(max_tokens=8))
+    tokens = rollout.token_ids.copy()
+    tokens[2] = 95 if tokens[2] != 95 else 94
+    other = reply(rollout.replace(token_ids=tokens), 2)
+    asked = ask(core, other, Sampling(max_tokens=4))
+    assert prompt_rows(run(core)) == len(other)
+    assert_same_draws(asked.done, generate(make_core(model), other, Sampling(max_tokens=4)))
+
+
 # Forks
 
 
 def test_a_fork_of_a_fork_that_begins_in_the_same_step(model) -> None:
     """The second goes on from a block that the first has yet to copy."""
     core = make_core(model)
-    core.scheduler.pins.pin("parent")
     parent = generate(core, prompt(12, id="parent"), Sampling(max_tokens=20))
     first = parent.forked(22, id="first")
     second = first.forked(20, id="second")
@@ -334,7 +429,6 @@ def test_a_prompt_does_not_follow_a_fork_on_older_keys(is_fork_first: bool) -> N
     """Nor a fork a prompt on newer ones, though their tokens are the same: each is computed as it would be alone."""
     model = prepare(make("llama"), name="llama")
     core = make_core(model)
-    core.scheduler.pins.pin("parent")
     parent = generate(core, prompt(12, id="parent"), Sampling(max_tokens=20))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -353,10 +447,9 @@ def test_a_prompt_does_not_follow_a_fork_on_older_keys(is_fork_first: bool) -> N
 
 
 def test_a_fork_of_a_parent_computed_again_goes_on_from_its_new_keys() -> None:
-    """Retracted with the old weights, a pinned parent left its old keys; what it computes with the new ones is newer."""
+    """Retracted with the old weights, a parent left its old keys; what it computes with the new ones is newer."""
     model = prepare(make("llama"), name="llama")
     core = make_core(model)
-    core.scheduler.pins.pin("parent")
     parent = ask(core, prompt(12, id="parent"), Sampling(max_tokens=40))
     for _ in range(10):
         core.step()
@@ -371,24 +464,21 @@ def test_a_fork_of_a_parent_computed_again_goes_on_from_its_new_keys() -> None:
     fork = ask(core, begun.replace(parent=("parent", 20)), Sampling(max_tokens=9, seed=3))
     assert prompt_rows(run(core)) == 1
     assert_same_draws(fork.done, generate(make_core(model), begun, Sampling(max_tokens=9, seed=3)))
-    core.scheduler.pins.unpin("parent")
     assert_nothing_is_held(core)
 
 
-def test_a_pinned_sibling_cancelled_before_their_prompt_is_computed_leaves_nothing_to_fork(model) -> None:
+def test_a_sibling_cancelled_before_their_prompt_is_computed_leaves_nothing_to_fork(model) -> None:
     """It shares blocks that its sibling was to compute, and that nobody will."""
     core = make_core(model, max_prompt_tokens=8)
-    core.scheduler.pins.pin("follower")
     leader = ask(core, prompt(30, id="leader"), Sampling(max_tokens=4))
     follower = ask(core, prompt(30, id="follower"), Sampling(max_tokens=4))
     core.step()
     core.cancel(follower.request)
     core.cancel(leader.request)
-    assert core.scheduler.pins.num_blocks == 0
+    assert not core.scheduler.pool.kept("follower").blocks
     begun = Rollout.from_prompt(follower.request.rollout.token_ids[:28], id="fork")
     fork = generate(core, begun.replace(parent=("follower", 28)), Sampling(max_tokens=9, seed=3))
     assert_same_draws(fork, generate(make_core(model), begun, Sampling(max_tokens=9, seed=3)))
-    core.scheduler.pins.unpin("follower")
     assert_nothing_is_held(core)
 
 

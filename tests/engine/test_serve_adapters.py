@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -14,7 +15,7 @@ from test_serve_command import served
 from headrace.cli import main
 from headrace.engine.native.core import EngineCore
 from headrace.engine.request import HeldAdapter, Request
-from headrace.launch.serving import ServeOptions, _load
+from headrace.launch.serving import _load
 from headrace.lora import LoraSettings, add_adapter
 from headrace.model import load_model
 from headrace.records import Rollout, Sampling
@@ -40,11 +41,11 @@ def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {name: write_adapter(parent / name, str(tiny_model), seed=seed) for seed, name in enumerate(("one", "two"))}
 
 
-def options(model: object, folders: Mapping[str, Path]) -> ServeOptions:
+def options(model: object, folders: Mapping[str, Path]) -> Namespace:
     sizes: dict[str, Any] = {"slots": 8, "queue": 8, "context": 64, "dtype": "float32", "device": "cpu", "threads": 1}
     adapters = tuple((name, str(folder)) for name, folder in folders.items())
     tokens: dict[str, Any] = {"api_token": None, "control_token": None}
-    return ServeOptions(model=str(model), name="base", host="", adapters=adapters, **sizes, **tokens)
+    return Namespace(model=str(model), name="base", host="", adapters=adapters, **sizes, **tokens)
 
 
 def sample(core: EngineCore, held: Mapping[str, HeldAdapter | None]) -> dict[str, Rollout]:

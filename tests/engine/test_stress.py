@@ -126,12 +126,20 @@ class Storm:
         if ended:
             self.fork(ended[self.random.integers(max(0, len(ended) - 20), len(ended))], "fork of one finished")
 
-    def fork_pinned(self) -> None:
-        names = [name for name, pinned in self.core.scheduler.pins.by_id.items() if pinned.blocks]
+    def turn(self) -> None:
+        """A finished rollout goes on after a reply."""
+        recent = [each for each in list(self.told.values())[-20:] if each.asked.rollout is not None]
+        names = [each.asked.done.id for each in recent if len(each.asked.done) < CONTEXT - 20 and self.is_newest(each)]
         if names:
-            rollout = self.told[names[self.random.integers(len(names))]].asked.rollout
-            if rollout is not None:
-                self.fork(rollout, "fork of one pinned")
+            before = self.told.pop(name := names[self.random.integers(len(names))])
+            self.told[f"{name} until turn {len(before.asked.done.calls)}"] = before
+            reply = self.random.integers(4, VOCABULARY, size=self.random.integers(1, 9))
+            is_mixed = before.is_from_older_keys or before.weights != {self.weights}
+            self.submit(before.asked.done.append(reply), self.sampling(), is_from_older_keys=is_mixed)
+            self.happened["turn"] += 1
+
+    def is_newest(self, each: Told) -> bool:
+        return self.told.get(each.asked.done.id) is each
 
     def fork_running(self) -> None:
         running = list(self.core.scheduler.running.values())
@@ -167,6 +175,7 @@ class Storm:
         """And resume each, as the orchestrator does."""
         begun = [each for each in self.told.values() if not each.asked.is_over and not each.is_cancelled]
         self.core.abort_running()
+        self.core.forget_kept()
         for each in begun:
             rollout = each.asked.rollout
             if rollout is not None and rollout.finish_reason is FinishReason.ABORT:
@@ -195,8 +204,9 @@ class Storm:
                 and each.asked.request not in self.core.scheduler.retracted
                 and not each.asked.is_over
             ):
-                is_fork = each.asked.request.rollout.parent is not None
-                each.is_from_older_keys |= is_fork and each.weights != {self.weights}
+                rollout = each.asked.request.rollout
+                may_reuse = rollout.parent is not None or rollout.num_sampled > 0
+                each.is_from_older_keys |= may_reuse and each.weights != {self.weights}
                 each.weights = {self.weights}
             elif not each.asked.is_over:
                 each.weights.add(self.weights)
@@ -206,24 +216,12 @@ class Storm:
             for parameter, kept in zip(self.model.parameters(), self.kept[weights], strict=True):
                 parameter.copy_(kept)
 
-    def pin(self) -> None:
-        going = [name for name, each in self.told.items() if not each.asked.is_over]
-        if going and len(self.core.scheduler.pins.by_id) < 6:
-            self.core.scheduler.pins.pin(going[self.random.integers(len(going))])
-            self.happened["pin"] += 1
-
-    def unpin(self) -> None:
-        names = list(self.core.scheduler.pins.by_id)
-        if names:
-            self.core.scheduler.pins.unpin(names[self.random.integers(len(names))])
-            self.happened["unpin"] += 1
-
     # The whole
 
     def blow(self) -> None:
-        rare = {self.abort: 0.01, self.retract: 0.01, self.swap: 0.015}
-        often = {self.prompt: 0.5, self.siblings: 0.12, self.cancel: 0.12, self.pin: 0.15, self.unpin: 0.1}
-        forks = {self.fork_finished: 0.1, self.fork_running: 0.1, self.fork_pinned: 0.2}
+        rare = {self.abort: 0.02, self.retract: 0.02, self.swap: 0.015}
+        often = {self.prompt: 0.5, self.siblings: 0.12, self.cancel: 0.12, self.turn: 0.2}
+        forks = {self.fork_finished: 0.3, self.fork_running: 0.1}
         for number in range(100_000):
             if len(self.told) < self.num_requests:
                 for action, chance in {**rare, **often, **forks}.items():
@@ -234,7 +232,6 @@ class Storm:
             self.core.step()
             if number % 16 == 0:
                 self.check_blocks()
-        self.core.scheduler.pins.clear()
 
     def check_blocks(self) -> None:
         """Who holds a block is counted, and nobody writes to one that another reads."""
@@ -245,8 +242,6 @@ class Storm:
             table = scheduler.slots.table[request.slot]
             assert table[: len(request.blocks)].tolist() == request.blocks
             assert (table[len(request.blocks) :] == SCRATCH).all()
-        for pinned in scheduler.pins.by_id.values():
-            holders.update(pinned.blocks)
         assert SCRATCH not in holders
         assert scheduler.pool._references == [holders[block] for block in range(scheduler.pool.num_blocks)]
         for slot in np.flatnonzero(scheduler._is_decoding).tolist():
@@ -258,8 +253,8 @@ class Storm:
         return [each for each in self.told.values() if not each.is_cancelled]
 
 
-def references(storm: Storm, wanted: list[Told]) -> dict[str, Rollout]:
-    """Each alone under its own weights on a core that has seen nothing."""
+def references(storm: Storm, wanted: list[Told]) -> dict[int, Rollout]:
+    """By `id`: each alone under its own weights on a core that has seen nothing."""
     by_weights: dict[int, list[Told]] = defaultdict(list)
     for each in wanted:
         by_weights[next(iter(each.weights))].append(each)
@@ -269,11 +264,12 @@ def references(storm: Storm, wanted: list[Told]) -> dict[str, Rollout]:
         storm.use(weights)
         for each in members:
             request = each.asked.request
-            core.changed_weights(policy="policy", lineage="alone", version=core.version + 1)  # nothing of others is cached
+            version = core.version + 1
+            core.changed_weights(policy="policy", lineage=f"alone {version}", version=version)  # nothing is cached
             alone = ask(core, request.rollout.replace(parent=None), request.sampling)
             while core.has_work:
                 core.step()
-            found[request.rollout.id] = alone.done
+            found[id(each)] = alone.done
     return found
 
 
@@ -287,8 +283,8 @@ def test_nothing_is_lost_and_nothing_is_changed(seed: int, num_requests: int, nu
     storm = Storm(seed, num_requests=num_requests, num_blocks=num_blocks)
     storm.blow()
     assert_nothing_is_held(storm.core)
-    kinds = ("prompt", "sibling", "cancel", "resume", "retract", "swap", "pin", "unpin")
-    forks = [f"fork of one {kind}" for kind in ("finished", "running", "pinned")]
+    kinds = ("prompt", "sibling", "cancel", "resume", "retract", "swap", "turn")
+    forks = [f"fork of one {kind}" for kind in ("finished", "running")]
     missing = [kind for kind in (*kinds, *forks) if not storm.happened[kind]]
     assert not missing, storm.happened
     if num_blocks < 20:
@@ -303,11 +299,11 @@ def test_nothing_is_lost_and_nothing_is_changed(seed: int, num_requests: int, nu
     same = [same[index] for index in storm.random.permutation(len(same))[: num_requests // 4]]
     expected = references(storm, same)
     for each in same:
-        rollout = each.asked.done
-        assert rollout.token_ids.tolist() == expected[rollout.id].token_ids.tolist(), rollout.id
-        np.testing.assert_allclose(rollout.logprobs, expected[rollout.id].logprobs, atol=1e-5, rtol=1e-5)
-        assert rollout.finish_reason is expected[rollout.id].finish_reason
-        assert rollout.sampling_mask == expected[rollout.id].sampling_mask
+        rollout, alone = each.asked.done, expected[id(each)]
+        assert rollout.token_ids.tolist() == alone.token_ids.tolist(), rollout.id
+        np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5, rtol=1e-5)
+        assert rollout.finish_reason is alone.finish_reason
+        assert rollout.sampling_mask == alone.sampling_mask
 
 
 def check_ending(rollout: Rollout, sampling: Sampling) -> None:
@@ -391,7 +387,7 @@ def test_blocks_are_counted_and_prefixes_are_found_under_their_root(data: st.Dat
                 content.pop(block, None)
             held.append(Held(root, shared + taken, pieces, len(shared), number))
         elif action == "forget":
-            pool.forget_all()
+            pool.forget_prefixes()
             epoch += 1
             content.clear()
             for each in held:

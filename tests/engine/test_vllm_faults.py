@@ -21,66 +21,18 @@ from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import EngineDied, NotFinite
 from headrace.engine.vllm import server, server_keeper
 from headrace.engine.vllm.api import VllmApi, VllmError, VllmGone
-from headrace.engine.vllm.engine import Unsupported, VllmEngine
-from headrace.engine.vllm.handover import FolderHandover
+from headrace.engine.vllm.engine import Unsupported
 from headrace.engine.vllm.score import score
 from headrace.engine.vllm.server import find_vllm, start
 from headrace.engine.vllm.server_checks import check_abilities, try_generate
 from headrace.engine.worker import EngineWorker
-from headrace.model.load import load_model
-from headrace.model.weights import StagedWeights, named_tensors
-from headrace.observe import ProcessTimeline, Timeline
+from headrace.observe import ProcessTimeline
 from headrace.partial import Interrupt
 from headrace.records import FinishReason, Rollout, Sampling, SamplingMask
 from headrace.records.columns import pack_rollouts, pack_samplings
 from headrace.settings import ConfigError
-from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 PROMPT = Rollout.from_prompt([3, 4, 5], id="r")
-
-
-@pytest.fixture
-def run(tiny_model, tmp_path):
-    """Runs a test over a fake server and an engine that holds version 0 of it."""
-
-    def runner(test, fake, *, patience=60.0, tells_late=False, decode=None):
-        async def main():
-            sync = WeightSync(Lineage("life"), MemoryTransport())
-            async with serving(fake) as url:
-                api = VllmApi(url, log="server.log")
-                model = load_model(tiny_model)
-                limits = {"slots": 2, "context": 64, "vocabulary": 200}
-                engine = VllmEngine(
-                    api,
-                    await api.about(),
-                    name="engine-0",
-                    **limits,
-                    model=model,
-                    staged=StagedWeights(model, in_place=False),
-                    sync=sync,
-                    handover=FolderHandover(tmp_path / "weights"),
-                    timeline=Timeline("engine"),
-                    patience=patience,
-                    tells_late=tells_late,
-                    decode=decode,
-                )
-                engine.start()
-
-                async def publish(version, **options):
-                    update = sync.offer(version, named_tensors(load_model(tiny_model)))
-                    await engine.load(update, **options)
-                    sync.release(update)
-
-                try:
-                    await publish(0)
-                    await asyncio.wait_for(test(engine, publish), 30)
-                finally:
-                    await engine.close()
-                    await api.close()
-
-        asyncio.run(main())
-
-    return runner
 
 
 @contextlib.asynccontextmanager
@@ -396,7 +348,8 @@ def test_a_server_that_dies_leaves_what_had_come_and_refuses_nothing(run, versio
         worker = EngineWorker(engine, timeline=ProcessTimeline("engine"))
         worker.attach(Data())
         rollouts, samplings = pack_rollouts([PROMPT]), pack_samplings([Sampling(max_tokens=9)])
-        worker.notices()["work"]({"keys": np.asarray([7]), "rollouts": rollouts, "samplings": samplings, "streamed": []})
+        work = {"keys": np.asarray([7]), "rollouts": rollouts, "samplings": samplings, "held": [None], "streamed": []}
+        worker.notices()["work"](work)
         while not engine.died.done():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)

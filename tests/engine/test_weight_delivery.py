@@ -176,22 +176,22 @@ def test_an_engine_that_took_what_others_refused_is_ahead_and_not_behind(tiny_mo
         new, held = await bench.start(slots=4, context=96), Held(bad)
         loading = asyncio.ensure_future(bench.pool.load(update))
         await until(lambda: good.core.version == 2)
-        pinning, may_pin = new.remote.call, asyncio.Event()
+        calling, may_pause = new.remote.call, asyncio.Event()
 
-        async def pins_late(name: str, **arguments: object) -> object:
-            await (may_pin.wait() if name == "pin" else asyncio.sleep(0))
-            return await pinning(name, **arguments)
+        async def pauses_late(name: str, **arguments: object) -> object:
+            await (may_pause.wait() if name == "pause" else asyncio.sleep(0))
+            return await calling(name, **arguments)
 
-        new.remote.call = pins_late  # type: ignore[method-assign]
-        bench.pool._pinned["some"] = None
+        new.remote.call = pauses_late  # type: ignore[method-assign]
+        bench.pool._is_paused = True
         joining = asyncio.ensure_future(bench.pool.join(new.remote))
         await until(lambda: new.core.version == 2)
-        bench.parcel(update)[20] ^= 1
+        bench.parcel(update)[3] ^= 1
         held.may_go.set()
         with pytest.raises(SyncError, match="version 2"):
             await loading
         bench.sync.abort(update)
-        may_pin.set()
+        may_pause.set()
         await joining
         assert [far.core.version for far in (good, bad, new)] == [2, 1, 2]
         await policy.publish(3)

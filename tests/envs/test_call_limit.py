@@ -80,7 +80,9 @@ def test_an_episode_that_waits_for_a_tool_holds_no_place():
         waiting = []
 
         async def episode(name: str) -> None:
-            client = EngineClient(engine, None, episode=name, group=name, index=0, sampling=Sampling(), seed=0, limit=limit)  # type: ignore[arg-type]
+            client = EngineClient(
+                engine=engine, encoder=None, episode=name, group=name, index=0, sampling=Sampling(), seed=0, limit=limit
+            )  # type: ignore[arg-type]
             await client.generate(Prompt(name))
             waiting.append(name)
             await tool.wait()

@@ -24,7 +24,9 @@ def tokenizer():
 
 
 def client(encoder: PromptEncoder, index: int = 0, engine=None) -> EngineClient:
-    return EngineClient(engine, encoder, episode=f"g7/{index}", group="g7", index=index, sampling=Sampling(), seed=5)
+    return EngineClient(
+        engine=engine, encoder=encoder, episode=f"g7/{index}", group="g7", index=index, sampling=Sampling(), seed=5
+    )
 
 
 def finished(token_ids: list[int]) -> Rollout:
@@ -126,14 +128,14 @@ def test_messages_that_grow_in_place_are_another_prompt(tokenizer) -> None:
 
 
 def test_cached_prompts_are_bounded_in_bytes(tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr("headrace.envs.client._MAX_CACHED", 100_000)
+    monkeypatch.setattr("headrace.envs.encoder._MAX_CACHED", 100_000)
     encoder, num_encoded, most = PromptEncoder(tokenizer), 0, 0
     encode = encoder._encode
 
-    def counting(prompt, template_kwargs):
+    def counting(*arguments):
         nonlocal num_encoded
         num_encoded += 1
-        return encode(prompt, template_kwargs)
+        return encode(*arguments)
 
     monkeypatch.setattr(encoder, "_encode", counting)
     for number in range(200):

@@ -43,7 +43,7 @@ async def settle() -> None:
 
 
 def make_client(engine: Engine, **more: Any) -> EngineClient:
-    client = EngineClient(engine, None, episode="e", group="g", index=0, sampling=Sampling(), seed=0, **more)  # type: ignore[arg-type]
+    client = EngineClient(engine=engine, encoder=None, episode="e", group="g", index=0, sampling=Sampling(), seed=0, **more)  # type: ignore[arg-type]
     client.prompt = lambda *_: Prompt()  # type: ignore[method-assign, assignment, return-value]
     return client
 

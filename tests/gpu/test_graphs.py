@@ -14,9 +14,10 @@ import transformers
 from headrace.engine.native.core import EngineCore
 from headrace.engine.request import HeldAdapter, Request
 from headrace.lora import LoraSettings, add_adapter
+from headrace.model import PackedContext, hidden_states
 from headrace.model.load import prepare
 from headrace.model.packing import score
-from headrace.records import Rollout, Sampling
+from headrace.records import SAMPLED_ENTROPY, Rollout, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +46,12 @@ def _few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_core(
-    *, graphs: bool, is_moe: bool = False, record_routing: bool = False, lora: LoraSettings | None = None
+    *,
+    graphs: bool,
+    is_moe: bool = False,
+    record_routing: bool = False,
+    record_entropy: bool = False,
+    lora: LoraSettings | None = None,
 ) -> EngineCore:
     config = transformers.Qwen3MoeConfig(**SMALL, **MOE) if is_moe else transformers.Qwen3Config(**SMALL)
     torch.manual_seed(0)
@@ -57,7 +63,8 @@ def make_core(
         with torch.no_grad():
             for tensor in add_adapter(prepared, lora).parameters():
                 tensor.normal_(std=0.2)
-    core = EngineCore(prepared, name="e", kernels=True, graphs=graphs, record_routing=record_routing, **sizes)
+    records = {"record_routing": record_routing, "record_entropy": record_entropy}
+    core = EngineCore(prepared, name="e", kernels=True, graphs=graphs, **records, **sizes)
     core.wait_warm()
     return core
 
@@ -124,6 +131,36 @@ def test_cut_steps_are_captured_once_there_are_some_and_keep_their_masks() -> No
             assert found[name].sampling_mask.ids.tolist() == rollout.sampling_mask.ids.tolist()
         graphs.wait_warm()
     assert captured(graphs, is_restricted=True)
+
+
+def test_replayed_steps_record_entropies() -> None:
+    graphs = make_core(graphs=True, record_entropy=True)
+    for sampling in ({}, {"top_k": 7, "top_p": 0.9, "min_tokens": 4}, {"temperature": 0.0}):
+        assert_same(generate(graphs, **sampling), generate(make_core(graphs=False), **sampling))
+        graphs.wait_warm()  # those of restricted steps
+        for rollout in generate(graphs, **sampling).values():
+            np.testing.assert_allclose(rollout.columns[SAMPLED_ENTROPY], slow_entropies(graphs, rollout), atol=1e-3)
+    assert captured(graphs, is_restricted=False) and captured(graphs, is_restricted=True)
+
+
+def slow_entropies(core: EngineCore, rollout: Rollout) -> np.ndarray:
+    """From the logits of the whole rollout, row by row."""
+    tokens = torch.from_numpy(rollout.token_ids.astype(np.int64)).to("cuda")
+    positions = torch.arange(len(tokens), device="cuda")
+    with torch.no_grad():
+        hidden = hidden_states(core.model, tokens, positions, PackedContext([len(tokens)], device="cuda"))
+        logits = core.head.logits(hidden).double().cpu()
+    found = np.zeros(len(rollout))
+    for index in np.flatnonzero(rollout.is_sampled & (rollout.temperatures > 0)).tolist():
+        row = logits[index - 1] / float(rollout.temperatures[index])
+        if rollout.sampling_mask is not None:
+            listed = torch.from_numpy(rollout.sampling_mask.row(index).astype(np.int64))
+            if len(listed) and listed[0] >= 0:
+                row = row[listed]
+            else:
+                row[~listed] = float("-inf")
+        found[index] = float(torch.distributions.Categorical(logits=row).entropy())
+    return found
 
 
 def test_replayed_steps_see_exchanged_weights() -> None:

@@ -55,7 +55,10 @@ def leftovers() -> list[Path]:
     return [*shared_folder().glob(name), *Path(tempfile.gettempdir()).glob(name)]
 
 
-def test_a_run_leaves_what_the_design_says_and_nothing_else(tmp_path):
+def test_a_run_leaves_what_the_design_says_and_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "queue.py").write_text("raise RuntimeError('modules of the working directory do not stand in for a library')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     result = local_run(tmp_path / "run", observe={"keep_rollouts_every": 1})
     folder, summary = result.folder, result.summary
     assert summary["status"] == "finished" and summary["version"] == 6 and summary["accounting"]["trained"] == 96
@@ -80,9 +83,8 @@ def test_a_run_leaves_what_the_design_says_and_nothing_else(tmp_path):
     assert all(rollout.calls[0].engine == "engine-0" and rollout.reward is not None for rollout in rollouts)
 
 
-@pytest.mark.parametrize(
-    "more", [{}, pytest.param({"filter": {"max_tied": 0.25}, "sampler": {"kind": "learnable"}}, marks=pytest.mark.long)]
-)
+@pytest.mark.long  # `make test` compares a run whose weights travel as deltas, below
+@pytest.mark.parametrize("more", [{}, {"filter": {"max_tied": 0.25}, "sampler": {"kind": "learnable"}}])
 def test_at_lag_0_in_exact_mode_it_is_bitwise_the_run_in_one_process(tmp_path, more):
     settings = {"exact": True, "staleness": {"max_lag": 0}, "steps": 5, "checkpoint": {"every": 2, "keep": 10}, **more}
     inline = small_run(tmp_path / "inline", **settings)
@@ -327,13 +329,6 @@ def test_what_is_trained_when_something_else_fails_is_kept(tmp_path):
     assert not children() and not leftovers()
 
 
-def test_modules_in_the_working_directory_do_not_stand_in_for_the_librarys(tmp_path, monkeypatch):
-    (tmp_path / "queue.py").write_text("raise RuntimeError('not this one')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
-    assert local_run(tmp_path / "run", steps=1, held_out=None).summary["status"] == "finished"
-
-
 # Weights on their way
 
 
@@ -361,6 +356,8 @@ def test_every_transport_trains_the_same_weights(tmp_path, reference, transport,
     local = local_run(tmp_path / "local", sync=sync, engine={"slots": 8, "count": 2}, **AT_LAG_0)
     ours, theirs = (run.folder / "checkpoints" / "step-3" for run in (local, reference))
     assert same_weights(ours, theirs)
+    assert local.summary["accounting"] == reference.summary["accounting"]
+    assert local.summary["lag"] == {"mean": 0.0, "max": 0}
     assert not children() and not leftovers()
     names = [event["name"] for event in json.loads((local.folder / "trace.json").read_text())]
     assert "offer 3" in names and names.count("receive 3") == 2, "the trace shows what happens beside the steps"

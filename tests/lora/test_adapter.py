@@ -107,7 +107,7 @@ def test_what_peft_writes_loads_here(tiny_model: str, tmp_path: Path, targets: A
     ("change", "message"),
     [
         ({"use_dora": True}, "use_dora = True is not supported; merge"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"layers_to_transform": [0]}, "layers_to_transform"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'; only LORA"),
         ({"target_modules": ".*proj"}, "is a pattern"),
         ({"r": None}, "not a LoRA configuration"),

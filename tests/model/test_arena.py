@@ -629,3 +629,15 @@ def test_padding_changes_no_checksum() -> None:
     assert [checksum(view) for view in arena.views.values()] == alone
     padded = nn.functional.pad(arena.views["weight"].view(-1), (0, 1))
     assert checksum(padded) == alone[0], "a tensor that does not fill its last word is as if zeros followed"
+
+
+def test_room_behind_a_matrix_is_part_of_the_joined_view_and_of_nothing_else() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(64, 16), nn.Linear(64, 8))
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    arena = Arena.adopt(model, room={"1.weight": 5})
+    joined = arena.joined(["0.weight", "1.weight"])
+    assert joined is not None and joined.shape == (32 + 16 + 5, 64) and not joined[48:].any()
+    joined[48:] = 7.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+    assert arena.joined(["1.weight", "2.weight"]) is None  # the room is between them

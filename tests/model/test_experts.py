@@ -133,5 +133,6 @@ def test_a_narrow_model_routes_in_float32_whether_followed_or_not(family: str) -
     with routers.watching() as seen:
         assert torch.equal(forward(), before) and before.dtype == torch.float32
     assert len(seen) == routers.num_layers
-    for logits, _ in seen.values():
+    for logits, shares, _ in seen.values():
+        assert shares.dtype == torch.float32 and torch.allclose(shares.sum(dim=-1), torch.ones(len(TOKENS)))
         assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())

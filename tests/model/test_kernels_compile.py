@@ -40,6 +40,27 @@ for is_set in [IS_SET]:
 compile(attention.delta_kernel, HEADS=4, VALUE_DIM=24, VALUE_PAD=32, ROWS=32)
 """
 
+SAMPLING = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from headrace.engine.native.cuda.kernels import sampling
+
+KINDS = {
+    **dict.fromkeys(("logits", "sampling", "tops", "sums", "moments", "out_logprobs", "out_entropies"), "*fp32"),
+    **dict.fromkeys(("slots", "lengths", "limits", "alive", "tokens", "stops", "bests", "out_tokens"), "*i32"),
+    **dict.fromkeys(("divisor", "factor", "softcap"), "fp32"), "seeds": "*i64",
+}
+for has_entropy in (True, False):
+    flags = {"HAS_DIVISOR": False, "HAS_FACTOR": False, "HAS_SOFTCAP": False, "HAS_ENTROPY": has_entropy}
+    flags |= {"CHUNKS": 5, "CHUNK": 4096}
+    padding = {"CHUNKS_PAD": 8, "STOPS_PAD": 16}
+    for kernel, constants in ((sampling.chunk_kernel, flags), (sampling.sample_kernel, {**flags, **padding})):
+        kinds = {name: "constexpr" if name in constants else KINDS.get(name, "i32") for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=kinds, constexprs=constants)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+"""
+
 
 LOW_RANK = """
 import triton
@@ -72,6 +93,11 @@ for rank in (16, 64, 128, 512):
 @pytest.mark.parametrize("is_set", [True, False])
 def test_every_kernel_of_the_trainer_compiles(tmp_path, is_set: bool) -> None:
     compile_all(tmp_path, COMPILED.replace("IS_SET", str(is_set)))
+
+
+@pytest.mark.long
+def test_the_kernels_that_sample_compile_with_and_without_entropies(tmp_path) -> None:
+    compile_all(tmp_path, SAMPLING)
 
 
 @pytest.mark.long

@@ -104,7 +104,7 @@ def test_a_resumed_run_may_begin_with_another_part(tmp_path, end) -> None:
     elif end == "torn":
         with path.open("a") as file:
             file.write('{"pid":1,"name":"thread_na')
-    again = Trace(path, max_bytes=8 * path.stat().st_size)
+    again = Trace(path, max_bytes=2 * path.stat().st_size)
     again.show("engine-1", Slice(1.0, 2.0, {"swap": 1.0}))
     again.close()
     parts = [json.loads((tmp_path / name).read_text()) for name in ("trace-1.json", "trace.json")]
@@ -172,13 +172,13 @@ def test_a_week_at_64_engines_stays_under_the_cap(tmp_path, cap) -> None:
     trace.close()
     assert max(most, disk(tmp_path)) <= cap
     parts = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    assert parts[-1].name == "trace.json" and len(parts) > 5
+    assert [part.name for part in parts] == ["trace-1.json", "trace.json"]
     found = [json.loads(part.read_text()) for part in parts]
     starts = [event["ts"] for part in found for event in part if event["ph"] == "X"]
     assert all(len(tracks(part)) == 64 for part in found), "each part names its tracks"
     assert starts == sorted(starts) and len(starts) / 64 == (starts[-1] - starts[0]) / 1e6 / every + 1, "there is no gap"
     covered = (starts[-1] - starts[0]) / 1e6 + every
-    assert covered == pytest.approx(WEEK) if cap == 5_000_000 else 0.15 * WEEK < covered < 0.3 * WEEK
+    assert covered == pytest.approx(WEEK) if cap == 5_000_000 else 0.1 * WEEK < covered < 0.3 * WEEK
 
 
 # Kept rollouts

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from transformers import LlamaConfig
 from headrace.cli import main
 from headrace.errors import SyncError
 from headrace.launch.folder import FolderLock, write_summary
-from headrace.leftovers import Claim
 from headrace.model import ModelShape
 from headrace.plan import (
     capacity_checks as capacity,
@@ -31,7 +29,6 @@ from headrace.plan.doctor import Finding, Subject, check, examine
 from headrace.sync import transport_class
 
 QUICKSTART = Path("recipes/quickstart.toml")
-REAL_PLACES = machine.leftover_places
 TASKS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1001)} for number in range(6)]
 GOOD = "def reward(prompt, completion, answer, **row):\n    return float(completion == answer)\n"
 STRIPPING = (
@@ -70,12 +67,6 @@ class Recipe:
 
     def examine(self, **overrides) -> list[Finding]:
         return list(examine(self.subject(**overrides)))
-
-
-@pytest.fixture(autouse=True)
-def clean_machine(tmp_path, monkeypatch):
-    """What other processes left on this machine is none of these tests' business."""
-    monkeypatch.setattr(machine, "leftover_places", lambda _: [tmp_path])
 
 
 @pytest.fixture
@@ -394,50 +385,6 @@ def test_a_gpu_that_is_asked_for_and_not_there(recipe, monkeypatch) -> None:
 # The machine
 
 
-def leave_behind(place: Path, prefix: str) -> None:
-    """What a run leaves whose processes were all killed: the system let go of its lock."""
-    claim = Claim(place, prefix)
-    (place / f"{prefix}-1-0").write_bytes(b"x" * 5000)
-    assert claim._descriptor is not None
-    os.close(claim._descriptor)
-
-
-def test_what_killed_runs_left_behind_is_named_and_a_living_ones_is_not(tmp_path, monkeypatch) -> None:
-    shared, sockets = tmp_path / "shm", tmp_path / "sockets"
-    shared.mkdir()
-    sockets.mkdir()
-    monkeypatch.setattr(machine, "leftover_places", REAL_PLACES)
-    monkeypatch.setattr(machine, "SHARED_MEMORY", shared)
-    monkeypatch.setattr(machine, "socket_place", lambda: sockets)
-    monkeypatch.setattr(tempfile, "tempdir", str(sockets))
-    leave_behind(shared, "headrace-1-dead")
-    leave_behind(sockets, "headrace-1-dead")
-    living = Claim(shared, "headrace-4194305-living")  # no process here has that number, as those of other containers
-    (shared / "headrace-4194305-living-1-0").touch()
-    (shared / "headrace-4194305-1").touch()  # no lock says whose
-    findings = list(machine.check_leftovers(Subject()))
-    living.release()
-    assert [finding.level for finding in findings] == ["warning", "warning"]
-    for finding, place in zip(findings, (shared, sockets), strict=True):
-        assert finding.what.endswith(f" {place}/headrace-1-dead-1-0 {place}/headrace-1-dead.lock") and "5.0 kB" in finding.what
-        assert finding.fix == "the next run on this host removes it" and "4194305" not in finding.what
-        assert (place / "headrace-1-dead-1-0").exists()
-
-
-def test_what_a_killed_run_left_in_the_folder_of_the_recipe(tmp_path, monkeypatch) -> None:
-    from headrace.config import make_recipe
-
-    folder, empty = tmp_path / "shared", tmp_path / "empty"
-    folder.mkdir()
-    empty.mkdir()
-    monkeypatch.setattr(machine, "leftover_places", REAL_PLACES)
-    monkeypatch.setattr(machine, "socket_place", lambda: empty)
-    monkeypatch.setattr(tempfile, "tempdir", str(empty))
-    leave_behind(folder, "headrace-1-dead")
-    finding = only(list(machine.check_leftovers(Subject(recipe=make_recipe({"sync.folder": str(folder)})))), "warning")
-    assert f"{folder}/headrace-1-dead-1-0" in finding.what
-
-
 def test_a_folder_in_use_is_named_with_the_process(tmp_path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -465,14 +412,6 @@ def test_a_run_whose_process_died_can_be_gone_on_with(tmp_path) -> None:
     assert finding.level == "warning" and "its process died, at version 7" in finding.what
     write_summary(folder, {"status": "finished", "version": 9})
     assert list(machine.check_runs(Subject(runs=tmp_path))) == []
-
-
-def test_a_temporary_folder_too_deep_for_a_socket(tmp_path, monkeypatch) -> None:
-    deep = tmp_path / ("d" * 100)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    finding = only(list(machine.check_sockets(Subject())), "problem")
-    assert "no Unix socket" in finding.what and "TMPDIR=/tmp" in finding.fix
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,15 @@ from helpers import same_weights, small_run
 from safetensors.torch import load_file
 from test_runs import books_close, run_and_kill
 
+from headrace.algorithms import turns_of
 from headrace.envs import SingleTurn
-from headrace.records import FinishReason
+from headrace.records import Episode, FinishReason, Source
 from headrace.settings import ConfigError
 from headrace.trainer import DeviceTrainer
 from headrace.trainer.saving import REFERENCE_FILE
 
 if TYPE_CHECKING:
-    from headrace.records import Array, Batch, Episode
+    from headrace.records import Array, Batch
 
 
 def rows(folder) -> list[dict]:
@@ -91,10 +92,43 @@ def test_step_rewards_that_nothing_would_look_at_are_refused_at_the_first(tmp_pa
             rollout = episode.rollouts[0]
             return episode.replace(rollouts=(rollout.replace(step_rewards=((len(rollout) - 1, 0.5),)),))
 
-    pattern = r"train.advantage = 'group': episode 'g\d+/\d+' has step_rewards, which only 'gae' looks at; set it to 'gae'"
+    pattern = r"train.advantage = 'group': episode 'g\d+/\d+' has step_rewards, which only 'gae', 'turn', 'turn_gae' look at"
     with pytest.raises(ConfigError, match=pattern):
         small_run(tmp_path / "refused", steps=1, held_out=None, environment=Stepwise())
-    small_run(tmp_path / "run", steps=1, held_out=None, environment=Stepwise(), train={"advantage": "gae", "loss": "ppo"})
+    for number, train in enumerate(({"advantage": "gae", "loss": "ppo"}, {"advantage": "turn"})):
+        small_run(tmp_path / f"run{number}", steps=1, held_out=None, environment=Stepwise(), train=train)
+
+
+class TwoTurns:
+    """The first turn earns a step reward of its own: 1 if it begins with a digit."""
+
+    async def run(self, task, client) -> Episode:
+        rollout = await client.generate(client.prompt(task["prompt"]))
+        first = float(client.text(rollout)[:1].isdigit())
+        rollout = rollout.append(client.prompt("next").token_ids, source=Source.TOOL)
+        rollout = (await client.generate(rollout)).replace(step_rewards=((len(rollout) - 1, first),))
+        return Episode(id=client.episode, group=client.group, task=task, rollouts=(rollout,), environment="two_turns")
+
+
+@pytest.mark.parametrize("advantage", ["turn", "turn_gae"])
+def test_turns_are_trained_by_advantages_of_their_own(tmp_path, monkeypatch, advantage: str) -> None:
+    trained, backward = [], DeviceTrainer.forward_backward
+
+    def forward_backward(self: DeviceTrainer, batch: Batch) -> dict[str, float]:
+        trained.append(batch)
+        return backward(self, batch)
+
+    monkeypatch.setattr(DeviceTrainer, "forward_backward", forward_backward)
+    train = {"advantage": advantage, "loss": "ppo" if advantage == "turn_gae" else "grpo"}
+    how = {"environment": TwoTurns(), "train": train, "sampling": {"max_tokens": 4}}
+    result, differ = small_run(tmp_path / "run", steps=2, held_out=None, **how), 0
+    for batch in trained:
+        for rollout, values in zip(batch.rollouts, batch.advantages, strict=True):
+            turns = turns_of(rollout)
+            assert turns.max() == 1 and not values[turns < 0].any()
+            (first,), (second,) = (set(values[turns == turn].tolist()) for turn in (0, 1))
+            differ += first != second
+    assert len(trained) == 2 and differ > 8 and books_close(result.summary)
 
 
 ADAPTING = {

@@ -175,6 +175,26 @@ def test_gae_is_made_of_the_trainers_values_and_scaled_over_the_version(parts: i
             assert rollout.columns["rewards"].sum() == rollout.columns["rewards"][-1]
 
 
+@pytest.mark.parametrize("advantage", ["turn", "turn_gae"])
+def test_advantages_of_turns_reach_their_tokens_and_a_single_turn_is_a_rollout(advantage: str) -> None:
+    """With one turn, `turn` is `group`, and all tokens share what `turn_gae` gives the first."""
+    made, plain = answered(2, rewards=[1.0, 0.5, 2.0]), {"batch": 6, "group_size": 2, "scale_rewards": "none"}
+    train = {**plain, "advantage": advantage, **({"loss": "ppo"} if advantage == "turn_gae" else {})}
+    recipe = make_recipe({"train": train})
+    if advantage == "turn_gae":
+        assert columns_first(made, recipe) == ["values"]
+        made = with_column(made, "values", [np.where(r.loss_mask, 0.25, 0) for r in members(made)])
+    (batch,) = make_batches(made, recipe, version=3)
+    (grouped,) = make_batches(made, make_recipe({"train": {**plain, "advantage": "group"}}), version=3)
+    reward = {rollout.id: episode.reward for group in made for episode in group.episodes for rollout in episode.rollouts}
+    for rollout, values, of_group in zip(batch.rollouts, batch.advantages, grouped.advantages, strict=True):
+        if advantage == "turn":
+            np.testing.assert_allclose(values, of_group, atol=1e-6)
+        else:
+            np.testing.assert_allclose(values, np.where(rollout.loss_mask, reward[rollout.id] - 0.25, 0), atol=1e-6)
+            np.testing.assert_allclose(rollout.columns["returns"][rollout.loss_mask], reward[rollout.id], atol=1e-6)
+
+
 def test_distillation_as_a_reward_is_how_much_likelier_the_teacher_finds_it() -> None:
     made = answered(3, rewards=[1.0])
     recipe = make_recipe({"train": {"advantage": "distill", "teacher": "t", "batch": 2, "group_size": 2}})
@@ -408,7 +428,16 @@ def test_a_group_is_too_old_if_one_of_its_tokens_is(made: list[Group], version: 
 
 def test_the_collector_is_left_as_it_was_found() -> None:
     before = gc.get_threshold()
-    with pytest.raises(RuntimeError, match="stop"), fewer_gc_pauses():
-        assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count() > 0
-        raise RuntimeError("stop")
-    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    frozen = gc.get_freeze_count()
+    assert frozen > 0  # by conftest
+    with fewer_gc_pauses():
+        assert gc.get_threshold()[0] > before[0]
+    assert gc.get_threshold() == before and gc.get_freeze_count() == frozen
+    gc.unfreeze()
+    try:
+        with pytest.raises(RuntimeError, match="stop"), fewer_gc_pauses():
+            assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count() > 0
+            raise RuntimeError("stop")
+        assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()

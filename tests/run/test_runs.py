@@ -106,7 +106,6 @@ def test_lag_is_what_max_lag_promises(tmp_path, max_lag):
         {"partial": {"interrupt": "drain"}},
         {"partial": {"interrupt": "abort"}},
         {"partial": {"interrupt": "retract"}},
-        {"partial": {"kv": "recompute"}},
         {"train": {"mini_batches": 2}, "staleness": {"correct": "tis"}},
         {"sampling": {"temperature": 0.8, "top_p": 0.9, "top_k": 20}},
         {"train": {"advantage": "leave_one_out", "loss_mean": "sequence", "schedule": "cosine"}},
@@ -305,8 +304,7 @@ def test_without_a_gate_what_is_in_flight_is_still_bounded(tmp_path, monkeypatch
     assert result.summary["status"] == "finished" and max(most) <= 4 and result.summary["lag"]["max"] <= 2
 
 
-@pytest.mark.parametrize("partial", [{"interrupt": "retract"}, {"kv": "recompute"}], ids=lambda partial: str(partial))
-def test_rollouts_are_computed_again_inside_their_calls(tmp_path, monkeypatch, partial):
+def test_rollouts_are_computed_again_inside_their_calls(tmp_path, monkeypatch):
     """Long rollouts, so that many run while the weights change: none ends for it, and the engine retracts every time."""
     from headrace.engine.native.core import EngineCore
 
@@ -320,7 +318,7 @@ def test_rollouts_are_computed_again_inside_their_calls(tmp_path, monkeypatch, p
 
     monkeypatch.setattr(EngineCore, "retract_running", counting)
     settings = {"sampling": {"max_tokens": 24}, "engine": {"slots": 4}, "observe": {"keep_rollouts_every": 1}}
-    result = small_run(tmp_path / "run", steps=5, partial=partial, **settings)
+    result = small_run(tmp_path / "run", steps=5, partial={"interrupt": "retract"}, **settings)
     assert result.summary["status"] == "finished" and books_close(result.summary)
     assert len(retracted) >= 4 and max(retracted) > 0
     rollouts = [rollout for step in range(1, 6) for rollout in read_rollouts(result.folder, step)[1]]

@@ -186,9 +186,11 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
     "settings",
     [
         {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "abort"}},
-        {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "keep"}},
-        {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "abort", "cancel": "over_age"}},
-        {"partial": {"interrupt": "abort"}},
+        pytest.param({"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "keep"}}, marks=pytest.mark.long),
+        pytest.param(
+            {"buffer": {"kind": "synchronous"}, "partial": {"interrupt": "abort", "cancel": "over_age"}}, marks=pytest.mark.long
+        ),
+        pytest.param({"partial": {"interrupt": "abort"}}, marks=pytest.mark.long),
         {"partial": {"interrupt": "retract"}},
     ],
     ids=["in turn, abort", "in turn, keep", "in turn, cancel", "abort", "retract"],
@@ -298,7 +300,7 @@ def note_generated(monkeypatch) -> list[str]:
     return begun
 
 
-@pytest.mark.parametrize("interrupt", ["keep", "abort"])
+@pytest.mark.parametrize("interrupt", ["keep", pytest.param("abort", marks=pytest.mark.long)])
 def test_what_is_half_drawn_goes_on_after_a_restart(tmp_path, monkeypatch, interrupt):
     folder = tmp_path / "run"
     settings = {**LONG_TAIL, "steps": 12, "staleness": {"max_lag": 6}, "partial": {"interrupt": interrupt}}
@@ -397,6 +399,8 @@ def test_what_would_be_too_old_is_begun_anew(tmp_path, monkeypatch):
 class TwoTurns:
     """Asks, answers by itself, and asks again."""
 
+    can_resume = False
+
     async def run(self, task, client):
         first = await client.generate(client.prompt(task["prompt"]))
         asked = first.append([9])
@@ -405,9 +409,14 @@ class TwoTurns:
         return Episode(id=client.episode, group=client.group, task=task, rollouts=(await client.generate(asked),))
 
 
-def test_an_environment_with_turns_is_run_again_from_its_start(tmp_path, monkeypatch):
+class Resumed(TwoTurns):
+    can_resume = True
+
+
+@pytest.mark.parametrize("environment", [TwoTurns(), Resumed()])
+def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path, monkeypatch, environment):
     folder = tmp_path / "run"
-    settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "environment": TwoTurns()}
+    settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "environment": environment}
     settings["sampling"] = {"max_tokens": 48}
     unfinished: list[str] = []
     entries = InFlightTable.entries
@@ -421,23 +430,15 @@ def test_an_environment_with_turns_is_run_again_from_its_start(tmp_path, monkeyp
         patch.setattr(InFlightTable, "entries", noting)
         run_and_kill(folder, monkeypatch, at=5, **settings)
     partials = {rollout.id: rollout for group in saved(folder, 3) for rollout in group["rollouts"]}
-    assert unfinished and partials and not partials.keys() & set(unfinished)
+    assert unfinished and partials
+    assert set(unfinished) <= partials.keys() if environment.can_resume else not partials.keys() & set(unfinished)
     begun = note_generated(monkeypatch)
     result = small_run(folder, **settings)
     assert result.summary["status"] == "finished" and books_close(result.summary)
-    assert set(unfinished) <= {*begun}, "in their second turn: begun anew"
+    if environment.can_resume:
+        assert not set(unfinished) & {*begun}, "in their second turn: they go on"
+    else:
+        assert set(unfinished) <= {*begun}, "in their second turn: begun anew"
     trained = {rollout.id: rollout for rollout in rollouts_of(result)}
     went_on = [(partials[id], trained[id]) for id in trained.keys() & partials.keys()]
     assert went_on and all(np.array_equal(after.token_ids[: len(before)], before.token_ids) for before, after in went_on)
-
-
-def test_a_checkpoint_from_before_they_were_kept_is_resumed(tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    run_and_kill(folder, monkeypatch, at=5, steps=8, **LONG_TAIL)
-    step = folder / "checkpoints" / "step-3"
-    (step / "partial.wire").unlink()
-    manifest = json.loads((step / "manifest.json").read_text())
-    del manifest["files"]["partial.wire"]
-    (step / "manifest.json").write_text(json.dumps(manifest))
-    result = small_run(folder, steps=8, **LONG_TAIL)
-    assert result.summary["status"] == "finished" and books_close(result.summary)

@@ -62,6 +62,12 @@ def sees(completion, prompt, prompt_ids, finish_reason, completion_length, train
     right = (prompt, prompt_ids, finish_reason, trainer_state.global_step) == ("ask", [7], "length", 3)
     return scale * float(right)
 
+def sees_episodes(episodes, turns):
+    return [
+        episode.rollouts[0].token_ids[0] + 0.5 * (turn.text == "text of [52, 60]") + 0.25 * (turn.finish_reason == "stop")
+        for episode, (_, turn) in zip(episodes, turns)
+    ]
+
 def interrupts(completion, log_metric, n):
     if n == 0:
         raise KeyboardInterrupt("stop")
@@ -135,6 +141,14 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_process_gets_whole_episodes_and_their_turns(named) -> None:
+    reward = named("sees_episodes")
+    with pool() as workers:
+        scorer = RewardScorer([(reward, 1.0)], decode=decode, settings=RewardSettings(), workers=workers)
+        scored = asyncio.run(scorer.score([make_episode(2), make_episode(3)]))
+    assert [episode.outcome for episode in scored] == [Scored(2.75), Scored(3.25)]
 
 
 def test_calls_are_spread_over_processes_that_get_what_a_thread_gets_and_may_use_signals(named, tmp_path) -> None:

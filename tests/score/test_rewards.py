@@ -492,3 +492,16 @@ def test_a_score_between_failures_starts_the_count_again() -> None:
 def test_a_wrong_function_stops_the_run_at_once() -> None:
     with pytest.raises(RewardError, match="returned 1 values for 2 completions"):
         judge(make_scorer(lambda completions: [1.0], attempts=3), [make_episode(), make_episode()])
+
+
+def test_rewards_of_the_environment_count_beside_those_of_functions() -> None:
+    def paid(name: str) -> Episode:
+        episode = make_episode()
+        return episode.replace(rollouts=tuple(rollout.replace(rewards={name: 0.25}) for rollout in episode.rollouts))
+
+    (both,) = judge(make_scorer(lambda completion: 0.5, weights=(2.0,)), [paid("environment")])
+    assert both.outcome == Scored(1.25) and both.rollouts[0].rewards == {"environment": 0.25, "f0": 0.5}
+    (own,) = judge(make_scorer(), [paid("environment")])
+    assert own.outcome == Scored(0.25)
+    with pytest.raises(RewardError, match="both name theirs 'f0'"):
+        judge(make_scorer(lambda completion: 0.5), [paid("f0")])

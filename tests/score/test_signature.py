@@ -13,10 +13,10 @@ from test_rewards import decode, make_episode, make_sample
 import headrace
 from headrace.config import make_recipe, parse_recipe
 from headrace.launch.inputs import UserInputs, check_inputs, fingerprint_inputs, reward_functions
-from headrace.records import Call, FinishReason, Sampling
+from headrace.records import Call, FinishReason, Rollout, Sampling
 from headrace.score import RewardError, RewardFunction, RewardScorer, RewardSettings, RewardWorkers, TrainerState
 from headrace.score.rewards import Failure
-from headrace.score.signature import Sample
+from headrace.score.signature import Sample, Turn
 from headrace.settings import ConfigError
 
 
@@ -67,6 +67,61 @@ def test_the_batch_form_gets_lists() -> None:
     asyncio.run(make_scorer(batch).score([make_episode(4), at_version(5, version=3)]))
     columns = ["completions", "n", "prompts"]
     assert seen == [([[4], [5]], [[54, 60], [55, 60]], [2, 2], ["stop", "length"], columns)]
+
+
+def episode_of_turns():
+    """Prompt, an answer, a tool's reply, an answer cut at its length; and a fork that went on from the first answer."""
+    first, last = answered(make_episode(4).rollouts[0].append([7, 8]), FinishReason.LENGTH), make_episode(4)
+    fork = answered(first.forked(2, id="fork"), FinishReason.STOP)
+    return last.replace(rollouts=(first.replace(step_rewards=((2, 0.25), (4, 0.5), (6, 1.0))), fork))
+
+
+def answered(rollout: Rollout, reason: FinishReason) -> Rollout:
+    start, times = len(rollout), {"started": 0.0, "finished": 1.0}
+    call = Call(start=start, stop=start + 2, engine="x", sampling=Sampling(), finish_reason=reason, **times)
+    arrays = {"token_ids": np.array([70, 71], np.int32), "logprobs": np.zeros(2, np.float32)}
+    return rollout.extend(call, **arrays, versions=np.zeros(2, np.int32), policy="policy", lineage="")
+
+
+TURNS = [
+    Turn("prompt", "text of [4]"),
+    Turn("sampled", "text of [54, 60]", finish_reason="stop", reward=0.25),
+    Turn("tool", "text of [7, 8]", reward=0.5),
+    Turn("sampled", "text of [70, 71]", finish_reason="length", reward=1.0),
+    Turn("sampled", "text of [70, 71]", rollout=1, finish_reason="stop"),
+]
+
+
+def test_a_reward_sees_the_whole_episode_and_its_turns_as_text() -> None:
+    seen, whole = [], episode_of_turns()
+
+    def single(episode) -> float:
+        seen.append(episode)
+        return sum(value for rollout in episode.rollouts for _, value in rollout.step_rewards)
+
+    def single_turns(turns, completion) -> float:
+        seen.append(turns)
+        return float(len(turns))
+
+    def batch(episodes, turns, completions) -> list[float]:
+        seen.append((episodes, turns))
+        return [1.0] * len(episodes)
+
+    (scored,) = asyncio.run(make_scorer(single, single_turns, batch).score([whole]))
+    assert seen == [whole, TURNS, ([whole], [TURNS])]
+    assert scored.rollouts[0].rewards == {"single": 1.75, "single_turns": 5.0, "batch": 1.0}
+
+
+def test_turns_are_decoded_only_where_a_reward_asks_for_them() -> None:
+    decoded = []
+
+    def noted(rollout: Rollout) -> str:
+        decoded.append(rollout.completion_ids)
+        return ""
+
+    scorer = RewardScorer([(RewardFunction(lambda completion: 1.0), 1.0)], decode=noted, settings=RewardSettings())
+    asyncio.run(scorer.score([episode_of_turns()]))
+    assert decoded == [[60 - 6, 70, 71]]  # the last rollout's completion, once
 
 
 def test_a_reward_of_trl_that_takes_only_token_ids_is_a_batch_form() -> None:

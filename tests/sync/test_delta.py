@@ -1,4 +1,4 @@
-"""A delta brings weights from one version to the next bit for bit, is small, and is refused where it arrives damaged."""
+"""A delta brings weights from one version to the next bit for bit, is small, and what cannot be read is refused."""
 
 from __future__ import annotations
 
@@ -55,6 +55,10 @@ def carried(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     return blob
 
 
+def num_changed(blob: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    return sum(chunk.num_changed for chunk in delta._parse(blob.numpy().data, [base for base, _ in pairs]))
+
+
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few hundred elements are several chunks of several pieces."""
@@ -96,13 +100,10 @@ def test_any_two_versions_are_carried_bit_for_bit(device: str, pairs: list[tuple
             patch.setattr(delta, "_is_on_gpu", lambda tensor: True)
             patch.setattr(delta, "_CHUNKS_ON_GPU", 2)
         blob = carried(pairs)
-        report = delta.stats(blob)
-        raw = sum(now.nbytes for _, now in pairs)
-        assert report.full_bytes == raw
-        assert report.num_elements == sum(now.numel() for _, now in pairs)
-        assert report.num_changed == sum(int((b.view(BITS[b.dtype]) != n.view(BITS[n.dtype])).sum()) for b, n in pairs)
-        chunks = sum(-(-now.numel() // 96) for _, now in pairs)
-        assert blob.numel() == report.num_bytes <= raw + 12 + 9 * len(pairs) + 17 * chunks
+        changed = sum(int((b.view(BITS[b.dtype]) != n.view(BITS[n.dtype])).sum()) for b, n in pairs)
+        assert num_changed(blob, pairs) == changed
+        chunks = sum(max(1, -(-now.numel() // 96)) for _, now in pairs)
+        assert blob.numel() <= sum(now.nbytes for _, now in pairs) + 4 + 9 * chunks
 
 
 @pytest.mark.usefixtures("place")
@@ -125,15 +126,15 @@ def test_one_change_anywhere(dtype: torch.dtype, size: int) -> None:
     for place in {0, size // 2, size - 1}:
         now = base.clone()
         now.view(BITS[dtype])[place] ^= 1
-        assert delta.stats(carried([(base, now)])).num_changed == 1
+        assert num_changed(carried([(base, now)]), [(base, now)]) == 1
 
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_odd_numbers_keep_their_bits(dtype: torch.dtype) -> None:
     odd = torch.tensor(ODD_BITS[BITS[dtype]], dtype=BITS[dtype])
     base, now = odd.repeat_interleave(len(odd)), odd.repeat(len(odd))
-    blob = carried([(with_bits(base, dtype), with_bits(now, dtype))])
-    assert delta.stats(blob).num_changed == len(odd) * (len(odd) - 1)  # NaN is not changed by being NaN; -0.0 is not 0.0
+    pairs = [(with_bits(base, dtype), with_bits(now, dtype))]
+    assert num_changed(carried(pairs), pairs) == len(odd) * (len(odd) - 1)  # NaN is not changed by being NaN; -0.0 is not 0.0
 
 
 def test_nothing_at_all() -> None:
@@ -162,9 +163,10 @@ def test_the_blob_does_not_depend_on_threads_or_device(threads: int, monkeypatch
 def test_bits_per_change_are_near_the_entropy(share: float, most: float) -> None:
     """Of steps of one unit either way: log2 of the places a change may be at, and one bit for its sign."""
     base = random_flat(1 << 21, torch.bfloat16, 9)
-    report = delta.stats(carried([(base, stepped(base, share, 10))]))
+    now = stepped(base, share, 10)
+    blob = carried([(base, now)])
     entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / share + 1
-    assert entropy < 8 * report.num_bytes / report.num_changed < most
+    assert entropy < 8 * blob.numel() / num_changed(blob, [(base, now)]) < most
 
 
 def test_noise_is_sent_as_it_is() -> None:
@@ -173,27 +175,22 @@ def test_noise_is_sent_as_it_is() -> None:
     assert blob.numel() < 200_000 + 64
 
 
-# What arrives damaged
+# What arrives damaged. Bits that are flipped may give other weights, which the manifest's checksums find.
 
 
-def small_case() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """A blob with all kinds of chunk, and the versions before and after."""
+def small_case() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A blob with all kinds of chunk, and the versions before."""
     base, wide = random_flat(300, torch.bfloat16, 11), random_flat(40, torch.float32, 12)
     now = base.clone()
     now[100:196] = stepped(base, 0.2, 13, ulps=300)[100:196]
     now[200:] = random_flat(100, torch.bfloat16, 14)
-    blob = delta.encode([(base, now), (wide, stepped(wide, 0.5, 15))])
-    return blob, now, [base, wide]
-
-
-def kinds(blob: torch.Tensor) -> set[int]:
-    return {chunk.kind for chunk in delta._parse(blob)[1]}
+    return delta.encode([(base, now), (wide, stepped(wide, 0.5, 15))]), [base, wide]
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_blob_cut_or_lengthened_anywhere_is_refused() -> None:
-    blob, _, held = small_case()
-    assert kinds(blob) == {0, 1, 2}
+    blob, held = small_case()
+    assert {chunk.kind for chunk in delta._parse(blob.numpy().data, held)} == {0, 1, 2}
     for length in range(blob.numel()):
         with pytest.raises(SyncError):
             delta.apply(blob[:length], [flat.clone() for flat in held])
@@ -202,58 +199,28 @@ def test_a_blob_cut_or_lengthened_anywhere_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("small_chunks", "place")
-def test_a_blob_with_any_bit_flipped_is_refused() -> None:
-    blob, _, held = small_case()
-    for place in range(blob.numel()):
-        damaged = blob.clone()
-        damaged[place] ^= 1 << place % 8
-        with pytest.raises(SyncError):
-            delta.apply(damaged, [flat.clone() for flat in held])
-
-
-def resealed(blob: bytearray) -> torch.Tensor:
-    """With the checksums a sender of such bytes would have given them."""
-    num_flats = struct.unpack_from("<I", blob, 4)[0]
-    sizes = [struct.unpack_from("<BQ", blob, 8 + 9 * flat)[1] for flat in range(num_flats)]
-    first = 8 + 9 * num_flats
-    num_chunks = sum(-(-size // delta.CHUNK) for size in sizes)
-    start = first + 17 * num_chunks + 4
-    for entry in range(first, first + 17 * num_chunks, 17):
-        length = struct.unpack_from("<I", blob, entry + 5)[0]
-        struct.pack_into("<I", blob, entry + 9, zlib.crc32(blob[start : start + length]))
-        start += length
-    end = first + 17 * num_chunks
-    struct.pack_into("<I", blob, end, zlib.crc32(blob[:end]))
-    return torch.frombuffer(blob, dtype=torch.uint8)
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_contents_that_lie_with_right_checksums_are_refused_or_in_bounds() -> None:
+def test_contents_that_lie_are_refused_or_in_bounds() -> None:
     """Whoever sends them: nothing but SyncError comes out, and nothing beside the weights is written."""
-    blob, _, held = small_case()
-    header = 8 + 9 * 2
+    blob, held = small_case()
     refused = 0
-    for place in range(header, blob.numel()):
-        for value in (0, 1, 2, 4, 15, 127, 128, 255):
-            lying = bytearray(blob.numpy().tobytes())
+    for place in range(blob.numel()):
+        for value in {0, 1, 2, 15, 127, 255} - {int(blob[place])}:
+            lying = blob.clone()
             lying[place] = value
             guarded = [torch.cat([flat, flat, flat]) for flat in held]
-            middles = [flat[flat.numel() // 3 : 2 * flat.numel() // 3] for flat in guarded]
             try:
-                delta.apply(resealed(lying), middles)
-            except (SyncError, struct.error) as error:  # struct's is the resealing's own, of a length beyond the blob
-                refused += isinstance(error, SyncError)
+                delta.apply(lying, [flat[flat.numel() // 3 : 2 * flat.numel() // 3] for flat in guarded])
+            except SyncError:
+                refused += 1
             for flat, own in zip(guarded, held, strict=True):
                 size = own.numel()
                 assert bits_equal(flat[:size], own) and bits_equal(flat[2 * size :], own)
-    assert refused > 1000
+    assert refused > 500
 
 
-def one_chunk(content: bytes, *, num_changed: int, size: int, now: bytes = b"") -> torch.Tensor:
-    """A blob of one bfloat16 flat whose one chunk has this content, with right checksums."""
-    head = struct.pack("<4sIBQ", b"HRD1", 1, 2, size)
-    head += struct.pack("<BIIII", 1, num_changed, len(content), zlib.crc32(content), zlib.crc32(now))
-    return torch.frombuffer(bytearray(head + struct.pack("<I", zlib.crc32(head)) + content), dtype=torch.uint8)
+def one_chunk(content: bytes, *, num_changed: int) -> torch.Tensor:
+    """A blob of one flat whose one chunk has this content."""
+    return torch.frombuffer(bytearray(b"HRD2" + struct.pack("<BII", 1, num_changed, len(content)) + content), dtype=torch.uint8)
 
 
 def coded(octets: bytes) -> bytes:
@@ -266,16 +233,14 @@ def stored(octets: bytes) -> bytes:
     return struct.pack("<I", len(octets)) + octets
 
 
-GAPS = bytes([0, 4]) + stored(b"\x21") + bytes([0])  # shift 0, four bits each: 1 and 2
-VALUES = bytes([4]) + stored(b"\x10") + bytes([0])  # the first is -1, the second +1
+GAPS = bytes([1]) + stored(b"\x01\x02")  # one plane: 1 and 2
+VALUES = bytes([1]) + stored(b"\x00\x01")  # the first is -1, the second +1
 
 
 def test_the_format_is_what_it_says() -> None:
     """Elements 1 and 4 of 8 move by the first two distances; written by hand, so that the format cannot drift."""
     held = torch.zeros(8, dtype=torch.bfloat16)
-    now = np.array([-1, 1], np.int16).tobytes()
-    blob = one_chunk(GAPS + VALUES, num_changed=2, size=8, now=now)
-    delta.apply(blob, [held])
+    delta.apply(one_chunk(GAPS + VALUES, num_changed=2), [held])
     assert held.view(torch.int16).tolist() == [0, -1, 0, 0, 1, 0, 0, 0]
 
 
@@ -283,36 +248,29 @@ def test_the_format_is_what_it_says() -> None:
     ("content", "num_changed", "said"),
     [
         (GAPS + VALUES, 3, "."),
-        (GAPS + VALUES, 0, "claims 0 changes"),
-        (GAPS + VALUES, 9, "claims 9 changes"),
-        (GAPS + VALUES, 2**32 - 1, "claims"),
-        (GAPS + VALUES + b"\0", 2, "too many"),
-        (GAPS + VALUES[:-1], 2, "too early"),
-        (b"\x03" + GAPS[1:] + VALUES, 2, "shift 3"),
-        (b"\x20" + GAPS[1:] + VALUES, 2, "shift 32"),
-        (bytes([0, 5]) + GAPS[2:] + VALUES, 2, "5 bits"),
-        (bytes([0, 4]) + stored(b"\x41") + bytes([0]) + VALUES, 2, "changes element 6 of 6"),
-        (bytes([0, 4]) + stored(b"\x1f") + bytes([1]) + stored(b"\xff") + VALUES, 2, "number 270"),
-        (bytes([0, 4]) + stored(b"\x1f") + bytes([9]) + VALUES, 2, "9 bytes"),
-        (bytes([0, 4]) + stored(b"\x21\x21") + bytes([0]) + VALUES, 2, "2 bytes for a stream of 1"),
-        (GAPS + bytes([4]) + stored(b"\xf0") + bytes([2]) + stored(b"\xff") + stored(b"\xff") + b"", 2, "number 65550"),
+        (GAPS + VALUES, 0, "."),
+        (GAPS + VALUES, 9, "9 changes of 6 elements"),
+        (GAPS + VALUES, 2**32 - 1, "changes of 6"),
+        (GAPS + VALUES + b"\0", 2, "2 changes of 6 elements in 15 bytes"),
+        (GAPS + VALUES[:-1], 2, "."),
+        (GAPS, 2, "."),
+        (bytes([1]) + stored(b"\x01\x04") + VALUES, 2, "2 changes of 6 elements"),
+        (bytes([5]) + GAPS[1:] + VALUES, 2, "numbers of 5 bytes"),
+        (GAPS + bytes([3]) + VALUES[1:], 2, "numbers of 3 bytes"),
+        (bytes([1]) + coded(bytes(100)) + VALUES, 2, "does not hold the 2 bytes"),
+        (bytes([1]) + stored(b"\xff\xff\xff") + VALUES, 2, "."),
     ],
 )
 def test_a_claim_that_cannot_be_is_refused(content: bytes, num_changed: int, said: str) -> None:
     held = torch.zeros(6, dtype=torch.bfloat16)
     with pytest.raises(SyncError, match=said):
-        delta.apply(one_chunk(content, num_changed=num_changed, size=6), [held])
+        delta.apply(one_chunk(content, num_changed=num_changed), [held])
     assert not held.view(torch.int16).any()
 
 
-def test_a_stream_that_would_grow_beyond_its_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plane_that_would_grow_beyond_its_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bomb of zeros: 64 MB from a few ten KB."""
-    bomb = coded(bytes(1 << 26))
-    count = 1 << 20
-    content = bytes([0, 4]) + bomb + bytes([0]) + bytes([4]) + coded(bytes(count // 2)) + bytes([0])
-    held = torch.zeros(count, dtype=torch.bfloat16)
-    grown: list[int] = []
-    real = zlib.decompressobj
+    count, grown, real = 1 << 20, list[int](), zlib.decompressobj
 
     class Watched:
         def __init__(self, bits: int) -> None:
@@ -322,69 +280,18 @@ def test_a_stream_that_would_grow_beyond_its_size_is_refused(monkeypatch: pytest
             grown.append(len(found := self._real.decompress(data, size)))
             return found
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._real, name)
-
     monkeypatch.setattr(zlib, "decompressobj", Watched)
-    with pytest.raises(SyncError, match="does not hold the 524288 bytes"):
-        delta.apply(one_chunk(content, num_changed=count, size=count), [held])
-    assert sum(grown) <= count // 2 + 1
+    content = bytes([1]) + coded(bytes(1 << 26)) + bytes([0])
+    with pytest.raises(SyncError, match="does not hold the 1048576 bytes"):
+        delta.apply(one_chunk(content, num_changed=count), [torch.zeros(count, dtype=torch.bfloat16)])
+    assert grown == [count + 1]
 
 
-def test_a_stream_that_ends_early_is_refused() -> None:
-    content = bytes([0, 4]) + coded(bytes(100)) + bytes([0]) + VALUES
-    with pytest.raises(SyncError, match="does not hold the 5000 bytes"):
-        delta.apply(one_chunk(content, num_changed=10_000, size=20_000), [torch.zeros(20_000, dtype=torch.bfloat16)])
-
-
-def test_sizes_no_blob_could_have_are_refused_before_anything_is_made() -> None:
-    head = struct.pack("<4sIBQ", b"HRD1", 1, 2, 2**63)
-    with pytest.raises(SyncError, match="too early"):
-        delta.stats(torch.frombuffer(bytearray(head + bytes(64)), dtype=torch.uint8))
-    head = struct.pack("<4sI", b"HRD1", 2**32 - 1)
-    with pytest.raises(SyncError, match="too early"):
-        delta.stats(torch.frombuffer(bytearray(head + bytes(64)), dtype=torch.uint8))
-
-
-@pytest.mark.usefixtures("place")
-def test_a_delta_against_other_weights_is_refused() -> None:
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_delta_of_more_or_fewer_weights_is_refused(count: int) -> None:
     base = random_flat(5000, torch.bfloat16, 20)
-    blob = delta.encode([(base, stepped(base, 0.05, 21))])
-    with pytest.raises(SyncError, match="against other weights"):
-        delta.apply(blob, [stepped(base, 0.05, 22)])
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
-        [],
-        [torch.zeros(5000)],
-        [torch.zeros(4999, dtype=torch.bfloat16)],
-        [torch.zeros(5000, dtype=torch.float16)],
-        [torch.zeros(5000, dtype=torch.bfloat16)] * 2,
-        [torch.zeros(50, 100, dtype=torch.bfloat16)],
-        [torch.zeros(10_000, dtype=torch.bfloat16)[::2]],
-        [torch.zeros(5000, dtype=torch.int16)],
-    ],
-)
-def test_a_delta_of_another_layout_is_refused(held: list[torch.Tensor]) -> None:
-    base = random_flat(5000, torch.bfloat16, 20)
-    with pytest.raises(SyncError, match=r"another layout|one dimension"):
-        delta.apply(delta.encode([(base, stepped(base, 0.05, 21))]), held)
-
-
-@pytest.mark.parametrize(
-    ("base", "now"),
-    [
-        (torch.zeros(3), torch.zeros(4)),
-        (torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)),
-        (torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)),
-        (torch.zeros(3, 1), torch.zeros(3, 1)),
-    ],
-)
-def test_what_has_no_difference_is_refused(base: torch.Tensor, now: torch.Tensor) -> None:
-    with pytest.raises(SyncError):
-        delta.encode([(base, now)])
+    with pytest.raises(SyncError, match="another layout"):
+        delta.apply(delta.encode([(base, stepped(base, 0.05, 21))]), [base.clone() for _ in range(count)])
 
 
 @pytest.mark.parametrize("blob", [torch.zeros(0, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8), torch.zeros(100)])

@@ -176,7 +176,7 @@ def test_a_steps_temporaries_are_predicted(name: str) -> None:
     assert alive.peak - 1000 <= predicted.step <= 1.3 * alive.peak
     away = middling(tokens=16, optimizer=name, offload=("optimizer",))  # so that the step is the peak
     assert away.total == away.weights + away.masters + away.gradients + away.moments + away.step
-    assert (away.step > 0) == ("the optimizer's step" in str(away)) == (name != "adamw")
+    assert (away.step > 0) == (name != "adamw")
 
 
 class LiveStorages(TorchDispatchMode):
@@ -212,16 +212,9 @@ def test_settings_that_save_memory_do_in_this_order() -> None:
     assert few.total >= few.weights + few.masters + few.gradients + few.moments, "the step itself needs both"
 
 
-def test_the_table_for_people_ends_with_the_peak() -> None:
-    lines = str(middling()).splitlines()
-    assert lines[0].split() == ["weights", "1.19", "GB"] and lines[-1].startswith("at the peak")
-    assert any(line.startswith("activations of 16,384 tokens") for line in lines)
-
-
 def test_a_checkpoint_being_written_is_a_copy_of_weights_and_moments_which_a_gpu_keeps_on_the_host() -> None:
     on_cpu = predict_memory(MIDDLING, TrainSettings(), dtype="float32", tokens=1024, on_gpu=False)
     assert on_cpu.saving == on_cpu.weights + on_cpu.moments and middling().saving == 0
-    assert "checkpoint being written" in str(on_cpu) and "checkpoint" not in str(middling())
 
 
 def test_a_model_that_is_only_asked_counts_its_weights() -> None:
@@ -303,7 +296,7 @@ def test_with_an_adapter_only_that_has_gradients_masters_and_moments(dtype: str,
     settings = TrainSettings(optimizer=optimizer)
     trainer = DeviceTrainer(model, tokenizer=None, settings=settings, dtype=getattr(torch, dtype))  # type: ignore[arg-type]
     count = sum(parameter.numel() for parameter in adapter.parameters())
-    assert count == sum(map(math.prod, Adapter.shapes(find_targets(model, lora.targets), lora).values()))
+    assert count == sum(map(math.prod, Adapter.shapes(find_targets(model, lora), lora).values()))
     shape = ModelShape.of(ADAPTED)
     given = {"dtype": dtype, "tokens": 512, "on_gpu": False, "adapter": count, "adapter_width": lora.rank * 7}
     predicted = predict_memory(shape, settings, **given)

@@ -1,15 +1,21 @@
-"""Which KV blocks are free, which are shared, and which hold a cached prefix.
+"""Which KV blocks are free, which are shared, and which hold something that may be used again.
 
-Every rollout and every pin holds a reference to the blocks of its tokens. A full block is never written again, so any number
-may share it. The prefix cache finds a full block by its token ids and the block before it, back to a root that names the
-weights, (lineage, version): versions never mix. Unreferenced blocks stay cached until needed, least recently used first.
+Every running rollout holds a reference to the blocks of its tokens. A full block is never written again, so any number may
+share it. Two ways lead back to a block:
+
+- The prefix cache finds a full block by its token ids and the block before it, back to a root that names the weights, (lineage,
+  version): versions never mix.
+- A rollout that has left its slot is kept by its id, for its next turn and for its forks, up to its last computed token and
+  whatever weights computed it.
+
+Unreferenced blocks that either leads to are idle: they stay until a running rollout needs them, least recently used first.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,25 +38,30 @@ class BlockPool:
         self._numbers = itertools.count(1)
         self._cached: dict[tuple[Hashable, bytes], tuple[int, int]] = {}  # (block, its number in the key of the one after it)
         self._key_of: dict[int, tuple[Hashable, bytes]] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks that nobody references
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached or kept blocks that nobody references
+        self._kept: OrderedDict[str, Computed] = OrderedDict()  # of rollouts without a slot, by id
+        self._keepers: dict[int, set[str]] = {}  # the kept rollouts that a block belongs to
 
     def __len__(self) -> int:
         """Blocks that can be taken now."""
         return len(self._free) + len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """Blocks for the caller alone, evicted from the prefix cache where none is free."""
+        """Blocks for the caller alone: free ones, then the oldest of the idle. What they hold stays readable for the step that
+        is being planned, which copies blocks before it writes any."""
         assert count <= len(self), f"{count} blocks wanted, {len(self)} free"
-        split = max(0, len(self._free) - count)
-        taken = self._free[split:][::-1]
-        del self._free[split:]
-        while len(taken) < count:
-            block, _ = self._idle.popitem(last=False)
-            del self._cached[self._key_of.pop(block)]
-            taken.append(block)
+        taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
         return taken
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        if block in self._key_of:
+            del self._cached[self._key_of.pop(block)]
+        for rollout_id in list(self._keepers.get(block, ())):
+            self._drop(rollout_id)
+        return block
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one reference to each."""
@@ -65,7 +76,7 @@ class BlockPool:
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} was given back too often"
             if self._references[block] == 0:
-                if block in self._key_of:
+                if block in self._key_of or block in self._keepers:
                     self._idle[block] = None
                 else:
                     self._free.append(block)
@@ -90,12 +101,49 @@ class BlockPool:
             self._key_of[block] = key
         return self._cached[key][1]
 
-    def forget_all(self) -> None:
-        """Empty the prefix cache; referenced blocks stay with their holders."""
-        self._free.extend(reversed(self._idle))
-        self._idle.clear()
+    def keep(self, rollout_id: str, computed: Computed) -> None:
+        """Keep the blocks of a rollout that leaves its slot, from when they are given back until one of them is needed."""
+        self._drop(rollout_id)
+        self._kept[rollout_id] = computed
+        for block in computed.blocks:
+            self._keepers.setdefault(block, set()).add(rollout_id)
+        if len(self._kept) > self.num_blocks:  # only if many share all their blocks
+            self._drop(next(iter(self._kept)))
+
+    def kept(self, rollout_id: str) -> Computed:
+        """What is left of a rollout without a slot, perhaps nothing."""
+        return self._kept.get(rollout_id, _NOTHING)
+
+    def release(self, rollout_id: str) -> None:
+        """It will not continue: its blocks are taken next, the last first, unless another kept rollout has them too."""
+        blocks = self.kept(rollout_id).blocks
+        self._drop(rollout_id)
+        for block in blocks:
+            if block in self._idle and block not in self._keepers:
+                self._idle.move_to_end(block, last=False)
+
+    def _drop(self, rollout_id: str) -> None:
+        for block in self._kept.pop(rollout_id, _NOTHING).blocks:
+            self._keepers[block].discard(rollout_id)
+            if not self._keepers[block]:
+                del self._keepers[block]
+                if block in self._idle and block not in self._key_of:
+                    del self._idle[block]
+                    self._free.append(block)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; referenced and kept blocks stay with their holders."""
         self._cached.clear()
         self._key_of.clear()
+        self._kept.update((name, replace(computed, chain=None)) for name, computed in self._kept.items())
+        for block in [each for each in reversed(self._idle) if each not in self._keepers]:
+            del self._idle[block]
+            self._free.append(block)
+
+    def forget_kept(self) -> None:
+        """Keep no rollout; blocks in the prefix cache stay there."""
+        for rollout_id in list(self._kept):
+            self._drop(rollout_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,49 +153,8 @@ class Computed:
     token_ids: Array
     blocks: list[int]
     num_tokens: int
+    chain: Hashable = None
+    """Number of the last full block in the prefix cache; None if its blocks mix versions."""
 
 
 _NOTHING = Computed(np.zeros(0, dtype=np.int32), [], 0)
-
-
-class Pins:
-    """Rollouts whose blocks are kept after they leave their slot, until memory runs short: a fork continues from any of their
-    tokens without computing them again. No run pins anything yet; the engine protocol promises it."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self.by_id: OrderedDict[str, Computed] = OrderedDict()
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(computed.blocks) for computed in self.by_id.values())
-
-    def get(self, rollout_id: str) -> Computed:
-        """What is kept of a rollout, perhaps nothing."""
-        return self.by_id.get(rollout_id, _NOTHING)
-
-    def pin(self, rollout_id: str) -> None:
-        """Keep a rollout's blocks when it leaves its slot, until it is unpinned or memory runs short."""
-        self.by_id.setdefault(rollout_id, _NOTHING)
-
-    def unpin(self, rollout_id: str) -> None:
-        self._pool.give_back(self.by_id.pop(rollout_id, _NOTHING).blocks)
-
-    def clear(self) -> None:
-        for rollout_id in list(self.by_id):
-            self.unpin(rollout_id)
-
-    def keep(self, rollout_id: str, computed: Computed) -> None:
-        """Called when a pinned rollout leaves its slot."""
-        self._pool.share(computed.blocks)
-        self._pool.give_back(self.by_id[rollout_id].blocks)
-        self.by_id[rollout_id] = computed
-
-    def drop_one(self) -> bool:
-        """Free the blocks of one pin; its forks compute them again. False if no pin holds any."""
-        for rollout_id, computed in self.by_id.items():
-            if computed.blocks:
-                self.unpin(rollout_id)
-                self.pin(rollout_id)  # the last in line
-                return True
-        return False

@@ -13,8 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from headrace.engine import stop_strings
+from headrace.engine.native.engine_memory import ADAPTER_PLACES
 from headrace.engine.native.kv_cache import CacheShape, PagedCache
 from headrace.engine.native.plain_runner import PlainRunner
 from headrace.engine.native.releasable_memory import ReleasableMemory, make_memory
@@ -29,10 +31,10 @@ from headrace.records import FinishReason, unknown_routing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from headrace.engine.native.cuda.runner import CudaRunner
     from headrace.engine.native.step import Runner, StepOutput, StepPlan
     from headrace.engine.request import Request
     from headrace.model import StagedWeights
@@ -70,12 +72,14 @@ class EngineCore:
         graphs: bool = True,
         record_routing: bool = False,
         record_entropy: bool = False,
+        adapter_places: int = ADAPTER_PLACES,
     ) -> None:
         """`num_blocks`: of the KV cache; 0 takes `most_blocks`, or if that is 0 too as many as the slots can use, within a
         share of the free memory. `max_tokens`: the most one call samples, used with `most_blocks`. `kernels`: paged attention
         and sampling in Triton; None means on a GPU, except in exact mode. `graphs`: capture steps as CUDA graphs.
         `record_routing`: keep which experts each token was sent to, if the model's routers can be read.
-        `record_entropy`: keep the entropy of each token's distribution; kernels cannot."""
+        `record_entropy`: keep the entropy of each token's distribution. `adapter_places`: versions of an adapter that fast
+        steps on a GPU hold; more make them slower."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
@@ -86,13 +90,14 @@ class EngineCore:
         self._sleeping_weights: Tensor | None = None  # the weights in host memory, while they sleep
         self._launched: deque[_LaunchedStep] = deque()
         device = next(model.parameters()).device
-        self.arena = Arena.adopt(model, allocate=self._allocate if device.type == "cuda" else None)
+        has_kernels = kernels if kernels is not None else device.type == "cuda" and not exact
+        self.arena = self._adopt(device, room=self._room_for_adapter(adapter_places) if has_kernels else None)
         self.adapter = adapter_of(model)
         self.received = self.arena if self.adapter is None else Arena.adopt(self.adapter)  # what updates replace
         self.head = Head(model, exact=exact)
-        has_kernels = kernels if kernels is not None else device.type == "cuda" and not exact
         self.keeps_addresses = has_kernels
-        assert not (has_kernels and record_entropy)
+        if has_kernels and self.adapter is not None and (told := self.adapter.beyond_linear):
+            raise ModelError(f"{told}: the native engine's kernels do not apply that; leave it out, or run engines on the CPU")
         twin = self._make_twin() if has_kernels else None  # before anything is hooked to the model
         self.routers = routers = find_readable_routers(model)
         shape = CacheShape.of(model)
@@ -107,12 +112,7 @@ class EngineCore:
         if twin is None:
             self.runner = PlainRunner(model, self.head, self.cache, self._slots, exact=exact, routers=routers)
         else:
-            from headrace.engine.native.cuda.runner import CudaRunner
-
-            received = None if self.adapter is None else self.received
-            self.runner = runner = CudaRunner(
-                model, twin, self.head, self.cache, self._slots, routers=routers, adapter_arena=received
-            )
+            self.runner = runner = self._make_fast_runner(twin, adapter_places)
             if graphs and device.type == "cuda":
                 runner.graphs.start()
         self.scheduler = Scheduler(
@@ -123,15 +123,37 @@ class EngineCore:
             max_prompt_tokens=self.runner.max_prompt_tokens,
         )
 
-    def _make_twin(self) -> PreTrainedModel:
+    def _room_for_adapter(self, places: int) -> dict[str, int]:
         if importlib.util.find_spec("triton") is None:
             raise ModelError(
-                f"the native engine on {self.arena.device} needs the package triton, which is not installed: "
+                f"the native engine on {self.model.device} needs the package triton, which is not installed: "
                 f"`pip install triton`, or run its engines on the CPU"
             )
+        from headrace.engine.native.cuda.compiled import room_for_adapter
+
+        return room_for_adapter(self.model, places)
+
+    def _adopt(self, device: torch.device, *, room: dict[str, int] | None) -> Arena:
+        if device.type != "cuda":
+            return Arena.adopt(self.model, room=room)
+        arena = Arena.adopt(self.model, allocate=self._allocate, room=room)
+        torch.cuda.empty_cache()  # where the model was loaded to: free for the cache, and no part of the engine's peak
+        torch.cuda.reset_peak_memory_stats(device)
+        return arena
+
+    def _make_twin(self) -> PreTrainedModel:
         from headrace.engine.native.cuda.compiled import make_twin
 
         return make_twin(self.model, self.arena)
+
+    def _make_fast_runner(self, twin: PreTrainedModel, adapter_places: int) -> CudaRunner:
+        from headrace.engine.native.cuda.adapters import AdapterBank
+        from headrace.engine.native.cuda.runner import CudaRunner
+
+        slots, bank = self._slots, None
+        if self.adapter is not None:
+            bank = AdapterBank(self.adapter, self.received, slots=len(slots.length), places=adapter_places)
+        return CudaRunner(self.model, twin, self.head, self.cache, slots, routers=self.routers, bank=bank)
 
     def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         self._weights.append(make_memory(num_bytes, device))
@@ -233,10 +255,15 @@ class EngineCore:
         """Drop the KV cache of all running rollouts; each resumes from its tokens."""
         self.settle()
         self.scheduler.retract_all()
+        self.forget_kept()
+
+    def forget_kept(self) -> None:
+        """Drop the KV cache of rollouts without a slot; what the prefix cache has of them stays until the weights change."""
+        self.scheduler.pool.forget_kept()
 
     def sleep(self, *, weights: bool) -> None:
         """Release the KV cache's memory and, with `weights`, move the weights to host memory. Running rollouts are retracted
-        and resume after `wake`; pins are lost. CUDA graphs stay valid: addresses do not change."""
+        and resume after `wake`. CUDA graphs stay valid: addresses do not change."""
         if self.is_asleep:
             return
         self.retract_running()
@@ -274,12 +301,15 @@ class EngineCore:
         if self.has_sleeping_weights:
             raise WeightError("the engine's weights are asleep; wake it before it is given others")
         with self.runner.in_order():
-            return spare.exchange(keep=keep)
+            replaced = spare.exchange(keep=keep)
+            self.runner.exchanged()
+            return replaced
 
     def changed_weights(self, *, policy: str, lineage: str, version: int, held: HeldAdapter | None = None) -> None:
         """Called after a swap. `held`: what ran before, which started requests keep. A request that has sampled keeps the
         lineage of its first token: `append_call` says why."""
         if lineage != self.lineage:
+            self.forget_kept()
             for request in self.scheduler.started():
                 is_bound = held is not None or request.held is not None  # what it samples later is of this lineage too
                 if request.lineage is None and (is_bound or len(self.scheduler.sampled_tokens(request).token_ids)):

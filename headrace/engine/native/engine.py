@@ -189,16 +189,12 @@ class NativeEngine:
     async def in_flight(self) -> list[InFlight]:
         return await self.between_steps(self.core.in_flight)
 
-    async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """The first `at` tokens as a new rollout. While `rollout` runs here or is pinned, generating the fork reuses its KV
-        blocks, whatever the weights are by then; otherwise it computes what is not in the prefix cache."""
-        return rollout.forked(at, id=id)
+    def release(self, rollout_ids: Sequence[str]) -> None:
+        def act() -> None:
+            for rollout_id in rollout_ids:
+                self.core.scheduler.pool.release(rollout_id)
 
-    async def pin(self, rollout_id: str) -> None:
-        await self.between_steps(lambda: self.core.scheduler.pins.pin(rollout_id))
-
-    async def unpin(self, rollout_id: str) -> None:
-        await self.between_steps(lambda: self.core.scheduler.pins.unpin(rollout_id))
+        self.post(act)
 
     async def score(self, rollouts: Sequence[Rollout], *, held: HeldAdapter | None = None) -> list[Array]:
         return await self.between_steps(lambda: self._score(rollouts, held))
@@ -251,6 +247,8 @@ class NativeEngine:
             self.after_step()
         elif interrupt is Interrupt.RETRACT:
             self.core.retract_running()
+        if not interrupt.keeps_kv:
+            self.core.forget_kept()
 
     async def resume(self) -> None:
         await self.between_steps(self._resume)

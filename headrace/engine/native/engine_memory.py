@@ -11,9 +11,10 @@ from headrace.model import bytes_per_number
 if TYPE_CHECKING:
     from headrace.engine.settings import EngineSettings
     from headrace.model import ModelShape
+    from headrace.partial import PartialSettings
 
 ADAPTER_PLACES = 8
-"""Versions of an adapter that a GPU holds for the rows of a step; more are made room for when rollouts keep more."""
+"""Versions of an adapter that a GPU holds for the rows of a step, where rollouts keep theirs."""
 MEMORY_SHARE = 0.4
 """The most an automatic KV cache takes of the memory left after the weights; the rest is for the trainer and for computing."""
 _MAX_PROMPT_TOKENS = 8192  # computed in one step, next to the decoding
@@ -41,6 +42,11 @@ class EngineMemory:
         """What the engine still takes while it sleeps (`engine.sleep`)."""
         kept = self.steps + self.process
         return {"never": self.total, "cache": self.total - self.cache, "weights": kept}[sleep]
+
+
+def adapter_places(partial: PartialSettings) -> int:
+    """Versions of an adapter that a run's engines hold at first; more are made room for when rollouts keep more."""
+    return ADAPTER_PLACES if partial.leases else 1
 
 
 def blocks_for(rollouts: int, *, tokens: int, block_size: int) -> int:

@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from headrace.engine.kind import EngineKind, OpenedEngine
-from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
 class NativeKind(EngineKind):
     name = "native"
     is_exact = records_routing = records_entropy = True
-
-    def check_machine(self, recipe: Recipe, *, device: str) -> None:
-        if recipe.engine.record_entropy and device != "cpu":
-            told = "the kernels that sample on a GPU do not record it; leave it false, or set device = 'cpu'"
-            raise ConfigError(f"engine.record_entropy = true: {told}")
 
     def make_inline(
         self, recipe: Recipe, model_path: str, *, device: str, sync: WeightSync, timeline: Timeline, most_blocks: int
@@ -50,6 +44,7 @@ def build_core(
 ) -> tuple[EngineCore, tuple[int, ...]]:
     """(the engine's core, the model's stop tokens). `most_blocks`: KV blocks that can be in use at once, 0 if unknown."""
     from headrace.engine.native.core import EngineCore
+    from headrace.engine.native.engine_memory import adapter_places
     from headrace.engine.stop_strings import decoder_of, stop_tokens
     from headrace.model import ModelError, context_limit, load_model, load_tokenizer
 
@@ -65,10 +60,11 @@ def build_core(
         most_blocks=most_blocks,
         max_tokens=recipe.max_tokens,
         exact=recipe.exact,
-        decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
+        decode=decoder_of(tokenizer),
         graphs=recipe.engine.graphs,
         record_routing=recipe.engine.record_routing,
         record_entropy=recipe.engine.record_entropy,
+        adapter_places=adapter_places(recipe.partial),
     )
     if recipe.engine.record_routing:
         named = f"engine.record_routing = true: {model_path}"

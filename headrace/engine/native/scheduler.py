@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.engine.native.blocks import BlockPool, Computed, Pins
+from headrace.engine.native.blocks import BlockPool, Computed
 from headrace.engine.native.step import Chunk, StepPlan
 from headrace.engine.request import SampledTokens
 from headrace.records import FinishReason
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from headrace.engine.request import HeldAdapter, Request
     from headrace.records import Array
 
-    PrefixKey = tuple[tuple[str, int] | None, bytes, bool, int]
-    """Where a rollout was forked, if it was, its token ids, whether it is shaped, and the adapter it holds: requests with equal
-    keys share their KV blocks."""
+    PrefixKey = tuple[tuple[str, int] | None, bytes, bool, int, str]
+    """Where a rollout was forked, if it was, its token ids, whether it is shaped, the adapter it holds, and its id if it has
+    sampled: requests with equal keys share their KV blocks."""
 
 _KEEP_SECONDS = 0.25  # slots are kept this long for aborted rollouts: many times their round trip to the launcher
 
@@ -41,7 +41,6 @@ class Scheduler:
         self.slots, self.block_size = slots, block_size
         num_slots = len(slots.length)
         self.pool = BlockPool(num_blocks)
-        self.pins = Pins(self.pool)
         self._new: OrderedDict[Request, None] = OrderedDict()
         self._resumed: OrderedDict[Request, None] = OrderedDict()  # aborted rollouts that wait to resume
         self.retracted: OrderedDict[Request, None] = OrderedDict()
@@ -136,13 +135,9 @@ class Scheduler:
         """Retract rollouts admitted later until a block is free; False if `request` itself had to be retracted."""
         while not len(self.pool):
             last = max(self.running.values(), key=lambda each: self._turn[each.slot])
-            if last is request and len(self.running) == 1 and self.pins.drop_one():
-                continue
             self.retract(last)
             if last is request:
                 return False
-            if not len(self.pool):
-                self.pins.drop_one()  # its blocks are pinned, or shared with a running rollout
         return True
 
     def _admit(self, runner: Runner) -> None:
@@ -152,9 +147,7 @@ class Scheduler:
                 return
             request = next(iter(queue))
             if not self._place(request, runner):
-                if self.running or not self.pins.drop_one():
-                    return
-                continue
+                return
             del queue[request]
 
     def _place(self, request: Request, runner: Runner) -> bool:
@@ -167,8 +160,9 @@ class Scheduler:
             return False
         rollout, saved = request.rollout, request.saved
         token_ids = rollout.token_ids if saved is None else np.concatenate([rollout.token_ids, saved.token_ids])
-        # A fork may reuse KV blocks of older weights, so its parent counts; shaped requests may run on another runner.
-        key = rollout.parent, token_ids.tobytes(), request.shaping is not None, id(request.held)
+        # What was kept of a rollout, or of a fork's parent, may be of older weights; shaped requests may run on another runner.
+        own = rollout.id if _has_sampled(request) else ""
+        key = rollout.parent, token_ids.tobytes(), request.shaping is not None, id(request.held), own
         leader = self._leaders.get(key)
         if leader is not None and len(leader.followers) + 1 < self._max_sampled:
             is_placed = self._follow(request, leader, len(token_ids), reserve)
@@ -220,6 +214,10 @@ class Scheduler:
         size, most = self.block_size, len(token_ids) - 1  # the last token is computed again: it predicts the next
         if request.held is not None:  # what is cached is of newer weights
             return [], 0, None, None
+        kept = self.pool.kept(request.rollout.id) if _has_sampled(request) else None
+        if kept is not None and 0 < kept.num_tokens <= most and np.array_equal(kept.token_ids, token_ids[: kept.num_tokens]):
+            full, rest = divmod(kept.num_tokens, size)
+            return kept.blocks[:full], kept.num_tokens, kept.blocks[full] if rest else None, kept.chain
         if request.rollout.parent is not None:
             parent, at = request.rollout.parent
             computed = self._computed_tokens(parent)
@@ -231,11 +229,11 @@ class Scheduler:
         return found, len(found) * size, None, chain
 
     def _computed_tokens(self, rollout_id: str) -> Computed:
-        """Of a running rollout, else of its pin, which may be older: it was kept when the rollout was last retracted."""
+        """Of a running rollout, else what was kept when it left its slot."""
         for request in self.running.values():
-            if request.rollout.id == rollout_id and self.computed(request) > 0:
+            if request.rollout.id == rollout_id and request.held is None and self.computed(request) > 0:
                 return Computed(self.slots.tokens[request.slot], request.blocks, self.computed(request))
-        return self.pins.get(rollout_id)
+        return self.pool.kept(rollout_id)
 
     def _pieces(self, token_ids: Array, start: int, stop: int) -> Iterator[bytes]:
         """The tokens of blocks `start` to `stop`."""
@@ -305,9 +303,10 @@ class Scheduler:
             request.leader, request.computed = None, 0  # what it shares is not computed yet
         computed = self.computed(request)
         self._cache_blocks(request, computed)
-        if request.rollout.id in self.pins.by_id and computed > 0:
+        if computed > 0 and request.held is None:
             blocks = request.blocks[: math.ceil(computed / self.block_size)]
-            self.pins.keep(request.rollout.id, Computed(self.slots.tokens[slot, :computed].copy(), blocks, computed))
+            token_ids = self.slots.tokens[slot, :computed].copy()
+            self.pool.keep(request.rollout.id, Computed(token_ids, blocks, computed, request.chain))
         self._stop_computing(request)
         del self.running[slot]
         self.slots.shapers.pop(slot, None)
@@ -361,9 +360,9 @@ class Scheduler:
                     self.slots.hold(request.slot, held)
 
     def new_weights(self, root: Hashable) -> None:
-        """Empty the prefix cache; blocks of running rollouts, which now mix versions, never enter it."""
+        """Empty the prefix cache; blocks of running rollouts, which now mix versions, never enter it. Kept ones stay."""
         self._root = root
-        self.pool.forget_all()
+        self.pool.forget_prefixes()
         self._leaders.clear()
         for request in self.running.values():
             request.chain = None
@@ -371,6 +370,11 @@ class Scheduler:
     def forget_cache(self) -> None:
         """Called before the KV cache's memory is released, when nothing runs."""
         assert not self.running
-        self.pins.clear()
-        self.pool.forget_all()
+        self.pool.forget_kept()
+        self.pool.forget_prefixes()
         self._copies_before.clear()
+
+
+def _has_sampled(request: Request) -> bool:
+    """Whether its tokens are its own. Before, they are a prompt, whose blocks siblings share if one version computed them."""
+    return request.rollout.num_sampled > 0 or (request.saved is not None and len(request.saved.token_ids) > 0)

@@ -166,6 +166,9 @@ class Runner:
     def hold_adapters(self) -> None:
         """Called when running rollouts came to keep the adapter they ran."""
 
+    def exchanged(self) -> None:
+        """Called within `in_order`, right after new weights were swapped in."""
+
     def launch(self, plan: StepPlan) -> object:
         """Start a step, possibly without waiting for it; the core passes the result to `collect`."""
         raise NotImplementedError

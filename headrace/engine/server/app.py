@@ -6,21 +6,18 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
-import json
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from headrace.engine.protocol import PromptTooLong, UnusablePrompt
 from headrace.engine.server.address import is_loopback
-from headrace.engine.server.body import ApiError, Body, bad, check_token_ids, shown
+from headrace.engine.server.body import ApiError, bad, check_token_ids, shown
 from headrace.engine.server.completion import Completion
 from headrace.engine.server.grammar import Grammars
+from headrace.engine.server.http import MAX_BODY, Events, bearer, error_response, explain, read_body
 from headrace.engine.server.metrics import Metrics
 from headrace.engine.server.requests import MAX_CHOICES, CompletionRequest
-from headrace.engine.shaping import GrammarError
 from headrace.errors import in_words
 from headrace.partial import Interrupt
 from headrace.records import Rollout
@@ -35,11 +32,8 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MAX_BODY = 16 * 2**20
 _SHUTDOWN_SECONDS = 5.0
 _CLIENT_LEFT = 499
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}  # of errors, by status
-_log = logging.getLogger("headrace.server")
 
 
 class CompletionServer:
@@ -151,20 +145,15 @@ class CompletionServer:
         status = _CLIENT_LEFT  # unless there is an answer
         try:
             self._check_access(request)
-            response = await handler(request)
+            response: web.StreamResponse = await handler(request)
             status = response.failed_with if isinstance(response, Events) else response.status
             return response
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001  (the client is told, the log has the traceback)
-            told = explain(error)
-            status = told.status
-            headers = dict(_HEADERS.get(status, {}))
-            if isinstance(error, web.HTTPMethodNotAllowed):
-                headers["Allow"] = error.headers["Allow"]
-            if isinstance(error, web.RequestPayloadError):  # the rest cannot be read, so the connection takes no more requests
-                headers["Connection"] = "close"
-            return web.json_response(told.body(), status=status, headers=headers)
+            response = error_response(error)
+            status = response.status
+            return response
         finally:
             self._metrics.requests[endpoint, status] += 1
             if endpoint.endswith("/completions"):
@@ -181,9 +170,7 @@ class CompletionServer:
             raise ApiError(403, message, code="control_closed")
         if not token or request.path == "/health":
             return
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode())
-        if kind.lower() != "bearer" or not is_right:
+        if not hmac.compare_digest(bearer(request).encode(errors="surrogateescape"), token.encode()):
             raise ApiError(401, f"send the {what} token as `Authorization: Bearer …`", code="invalid_api_key")
 
     # What everyone may ask
@@ -230,20 +217,20 @@ class CompletionServer:
         started = time.perf_counter()
         first = await anext(choices)
         self._metrics.first_token.observe(time.perf_counter() - started)
-        response = Events(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = Events()
         await response.prepare(request)
         try:
-            await _send(response, completion.answer([first]))
+            await response.send(completion.answer([first]))
             async for choice in choices:
-                await _send(response, completion.answer([choice]))
+                await response.send(completion.answer([choice]))
             if completion.request.include_usage:
-                await _send(response, completion.answer([], is_last=True))
+                await response.send(completion.answer([], is_last=True))
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001  (reported inside the stream: it is too late for a status)
             told = explain(error)
             response.failed_with = told.status
-            await _send(response, told.body())
+            await response.send(told.body())
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -322,38 +309,3 @@ class CompletionServer:
         logprobs = await self._logprobs(lists)
         after = (await self._engine.state()).version
         return web.json_response({"version": before if before == after else None, "logprobs": logprobs})
-
-
-class Events(web.StreamResponse):
-    """A stream, which starts with status 200 and may still fail."""
-
-    failed_with = 200
-
-
-def explain(error: Exception) -> ApiError:
-    """What a client is told about a failure."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, web.HTTPException):
-        return ApiError(error.status, error.text or error.reason)
-    if isinstance(error, web.RequestPayloadError):
-        return ApiError(400, "the body cannot be read: it is not what its Content-Encoding or Transfer-Encoding says")
-    if isinstance(error, UnusablePrompt):
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        return ApiError(400, str(error), param="prompt", code=code)
-    if isinstance(error, GrammarError):
-        return ApiError(400, f"the grammar cannot be followed: {error}", code="grammar_failed")
-    _log.error("a request failed", exc_info=error)
-    return ApiError(500, f"the server failed: {type(error).__name__}")
-
-
-async def read_body(request: web.Request) -> Body:
-    """A JSON body. Other content types are refused, so that web pages cannot post here through a browser."""
-    raw = await request.read()
-    if raw and request.content_type != "application/json":
-        raise ApiError(415, f"Content-Type must be application/json, not {request.content_type}")
-    return Body.parse(raw)
-
-
-async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(f"data: {json.dumps(event)}\n\n".encode())

@@ -68,6 +68,11 @@ class Body:
             raise bad(name, f"must be between {low} and {high}")
         return kind(value)
 
+    def rest(self) -> dict[str, Any]:
+        """All fields that are left, where any name will do."""
+        taken, self._left = self._left, {}
+        return taken
+
     def end(self, neutral: Mapping[str, Collection[Any]] | None = None, *, within: str = "") -> None:
         """Refuse the fields that are left, except `neutral` ones with a value that requests nothing; `...` stands for any.
         `within` is the parameter whose fields these are."""

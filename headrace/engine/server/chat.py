@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.server.body import ApiError, bad, check, read_json, shown, unsupported
@@ -22,16 +23,38 @@ _RESERVED = (*NOT_VARIABLES, "documents")
 _MANY = 2**31
 
 
+@dataclass(frozen=True)
+class Chat:
+    """What a chat's body asks about, as templates expect it."""
+
+    messages: Objects
+    tools: Objects
+    max_calls: int
+    """Tool calls to parse out of the answer's text; later ones are left out."""
+    variables: dict[str, Any]
+    """Of the template."""
+
+    @classmethod
+    def read(cls, body: Body, *, is_strict_refused: bool = True) -> Chat:
+        given = body.take("messages")
+        if not isinstance(given, list) or not given:
+            raise bad("messages", "must be a list of at least one message")
+        messages = [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+        _name_answers(messages)
+        tools = _tools(body, is_strict_refused=is_strict_refused)
+        max_calls = _MANY if body.take("parallel_tool_calls", bool, True) else 1
+        variables = body.take("chat_template_kwargs", default={})
+        if not isinstance(variables, dict) or variables.keys() & set(_RESERVED):
+            problem = f"must be an object of variables of the template, without {', '.join(_RESERVED)}"
+            raise bad("chat_template_kwargs", problem)
+        return cls(messages, tools, max_calls, variables)
+
+
 def read_chat(body: Body, served: ServedModel) -> tuple[tuple[int, ...], int]:
     """(the prompt, how many tool calls to parse out of the answer's text: with 0, all of it is content)."""
-    given = body.take("messages")
-    if not isinstance(given, list) or not given:
-        raise bad("messages", "must be a list of at least one message")
-    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
-    _name_answers(messages)
-    tools = _tools(body)
-    max_calls = _MANY if body.take("parallel_tool_calls", bool, True) else 1
-    options = _template_options(body)
+    chat = Chat.read(body)
+    messages, tools, max_calls = chat.messages, chat.tools, chat.max_calls
+    options = {**_template_options(body), **chat.variables}
     add_special = body.take("add_special_tokens", bool, False)
     tokenizer = served.tokenizer
     if tokenizer.chat_template is None:
@@ -80,10 +103,7 @@ def _template_options(body: Body) -> dict[str, Any]:
     generates = body.take("add_generation_prompt", bool, not continues)
     if continues and generates:
         raise bad("continue_final_message", "and add_generation_prompt exclude each other")
-    extra = body.take("chat_template_kwargs", default={})
-    if not isinstance(extra, dict) or extra.keys() & set(_RESERVED):
-        raise bad("chat_template_kwargs", f"must be an object of variables of the template, without {', '.join(_RESERVED)}")
-    return {"add_generation_prompt": generates, "continue_final_message": continues, **extra}
+    return {"add_generation_prompt": generates, "continue_final_message": continues}
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
@@ -142,10 +162,10 @@ def _name_answers(messages: Objects) -> None:
             message.setdefault("name", names[called])
 
 
-def _tools(body: Body) -> Objects:
+def _tools(body: Body, *, is_strict_refused: bool) -> Objects:
     """The tools for the chat template: none if none may be called."""
     given = body.take("tools", list, [], "a list of tools")
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given)]
+    tools = [_tool(tool, f"tools[{index}]", is_strict_refused=is_strict_refused) for index, tool in enumerate(given)]
     names = [tool["function"]["name"] for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -158,12 +178,12 @@ def _tools(body: Body) -> Objects:
     return tools if choice == "auto" else []
 
 
-def _tool(tool: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
+def _tool(tool: Any, name: str, *, is_strict_refused: bool) -> dict[str, Any]:  # noqa: ANN401
     """A tool as templates expect it. Fields of a function beyond OpenAI's go to the template."""
     given = _function(tool, name)
     for key in tool.keys() - {"type", "function"}:
         raise bad(shown(f"{name}.{key}"), "is not a field this server knows", code="unknown_parameter")
-    if given.get("strict") not in (None, False):
+    if is_strict_refused and given.get("strict") not in (None, False):
         message = "arguments of calls cannot be held to a schema by this server; leave it out"
         raise unsupported(f"{name}.function.strict", message)
     function = {key: value for key, value in given.items() if value is not None and key != "strict"}

@@ -93,7 +93,7 @@ class CompletionRequest:
         self.grammar = read_grammar(body)
         if self.grammar is not None:
             self._check_grammar(self.grammar.param)
-        self.stops = _stops(body.take("stop"))
+        self.stops = read_stops(body.take("stop"))
         self.stream: bool = body.take("stream", bool, False)
         options = body.take("stream_options")
         if options is not None and not self.stream:
@@ -216,7 +216,8 @@ def _shaping(body: Body, served: ServedModel, *, num_top: int) -> Shaping:
     )
 
 
-def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
+def read_stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
+    """The parameter `stop`."""
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > _MAX_STOPS:
         raise bad("stop", f"must be text or a list of at most {_MAX_STOPS} texts")

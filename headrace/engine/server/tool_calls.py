@@ -4,6 +4,9 @@ Let me look.
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Paris"}}
 </tool_call>
+
+Newer Qwen models write elements instead of JSON between the markers (`_parse_elements`). `read_calls`, for environments, also
+knows the forms of Llama 3 and Mistral.
 """
 
 from __future__ import annotations
@@ -90,12 +93,39 @@ def _closing(text: str, start: int, *, is_last: bool) -> int:
     return len(text) if is_last else -1
 
 
-def parse_call(text: str) -> dict[str, Any] | None:
+def read_calls(text: str, *, template: str | None) -> tuple[str, list[dict[str, Any]]]:
+    """(content, calls) of a whole answer, in the form that the model's chat template shows: Llama's, an answer that is one JSON
+    object with `parameters`; Mistral's, a list behind a marker; else Hermes'. Without a template, Hermes' too."""
+    if template is not None and OPENS not in template:
+        if _MISTRAL in template:
+            content, marker, written = text.partition(_MISTRAL)
+            calls = _parse_list(written) if marker else []
+            return (content.rstrip(), calls) if calls else (text, [])
+        call = parse_call(text.strip().removeprefix("<|python_tag|>"), key="parameters") if '"parameters"' in template else None
+        return (text, []) if call is None else ("", [call])
+    reader = ToolCallReader(max_calls=len(text))
+    parts = [reader.push(text), reader.finish()]
+    return "".join(content for content, _ in parts), [call for _, calls in parts for call in calls]
+
+
+_MISTRAL = "[TOOL_CALLS]"
+
+
+def _parse_list(text: str) -> list[dict[str, Any]]:
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    calls = [parse_call(json.dumps(each)) for each in listed] if isinstance(listed, list) else []
+    return [call for call in calls if call is not None]
+
+
+def parse_call(text: str, *, key: str = "arguments") -> dict[str, Any] | None:
     """OpenAI's object for the call between two markers; None unless it is a JSON object with a name and an object of
     arguments."""
     try:
-        content = json.loads(text)
-        name, arguments = content["name"], content.get("arguments", {})
+        content = _parse_elements(text) or json.loads(text)
+        name, arguments = content["name"], content.get(key, {})
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         (name + written).encode()  # an escape may stand for half of a surrogate pair
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -106,6 +136,21 @@ def parse_call(text: str) -> dict[str, Any] | None:
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
+def _parse_elements(text: str) -> dict[str, Any] | None:
+    """The call in the form of Qwen 3.5 and Qwen3-Coder: `<function=NAME> <parameter=KEY> VALUE </parameter> … </function>`, on
+    lines of their own. Values are texts: only the tool's schema says which are numbers."""
+    found = _FUNCTION.fullmatch(text)
+    if found is None:
+        return None
+    return {"name": found["name"], "arguments": {each["key"]: each["value"] for each in _PARAMETER.finditer(found["inside"])}}
+
+
+_FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>\n(?P<inside>.*?)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=(?P<key>[^>\n]+)>\n(?P<value>.*?)\n</parameter>\n", re.DOTALL)
+
+
 def has_special_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether skipping special tokens would drop the markers."""
-    return any(token.special and token.content in (OPENS, CLOSES) for token in tokenizer.added_tokens_decoder.values())
+    return any(
+        token.special and token.content in (OPENS, CLOSES, _MISTRAL) for token in tokenizer.added_tokens_decoder.values()
+    )

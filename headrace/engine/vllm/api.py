@@ -7,7 +7,9 @@ Tokens go in and out over `/inference/v1/generate`. `server_checks` finds out wh
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import math
 from dataclasses import dataclass
@@ -62,6 +64,11 @@ class Piece:
     """`stop`, `length`, `abort`; None while more may come."""
     spans: Sequence[tuple[str, int, int]] = ()
     """(weight version, start, stop) over all of the call's tokens, if the server reports them at the end."""
+    entropies: list[float] | None = None
+    """Of the distribution of each token, in nats, if candidates were requested; true where the token's mask is complete."""
+    routing: Array | None = None
+    """[prompt and sampled tokens but the last, decoder layers, top_k]: the experts they were sent to, at a call's end; 0 in
+    layers without experts."""
 
 
 @dataclass(frozen=True)
@@ -278,24 +285,30 @@ class VllmApi:
         token_ids, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
         if len(content) != len(token_ids):
             raise ValueError(f"{len(token_ids)} tokens and {len(content)} logprobs")
+        masks, entropies = self._distributions(content, num_candidates=num_candidates) if num_candidates else (None, None)
         return Piece(
             token_ids,
             [_logprob(entry) for entry in content],
-            self._masks(content, num_candidates=num_candidates) if num_candidates else None,
+            masks,
             choice["finish_reason"],
             [(str(each["version"]), int(each["start"]), int(each["end"])) for each in choice.get("weight_versions") or ()],
+            entropies,
+            _array(choice["routed_experts"]) if choice.get("routed_experts") else None,
         )
 
-    def _masks(self, content: list[dict[str, Any]], *, num_candidates: int) -> list[Array | None]:
-        """For each token, those with any probability in the distribution it was sampled from."""
+    def _distributions(self, content: list[dict[str, Any]], *, num_candidates: int) -> tuple[list[Array | None], list[float]]:
+        """For each token, those with any probability in the distribution it was sampled from, and that one's entropy."""
         masks: list[Array | None] = []
+        entropies: list[float] = []
         for entry in content:
             top = {_id(each): _logprob(each) for each in entry.get("top_logprobs") or ()}
             left = {token: logprob for token, logprob in top.items() if not math.isnan(logprob)}
-            if len(left) >= num_candidates:  # none of them is impossible: perhaps others are possible too
+            is_cut_off = len(left) >= num_candidates  # none of them is impossible: perhaps others are possible too
+            left[_id(entry)] = _logprob(entry)
+            entropies.append(sum(-math.exp(logprob) * logprob for logprob in left.values()))
+            if is_cut_off:
                 masks.append(None)
                 continue
-            left[_id(entry)] = _logprob(entry)
             mass = sum(map(math.exp, left.values()))
             if mass < 1 - _MISSING:
                 raise MaskIncomplete(
@@ -303,7 +316,7 @@ class VllmApi:
                     f"{mass:.4f} together, and no others could have been sampled"
                 )
             masks.append(np.asarray(sorted(left), np.int32))
-        return masks
+        return masks, entropies
 
 
 def _model(adapter: str) -> dict[str, str]:
@@ -325,6 +338,11 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
                     return
                 yield data
     raise aiohttp.ClientPayloadError("the stream broke off")
+
+
+def _array(text: str) -> Array:
+    """An array as vLLM sends it: the bytes of an .npy file, in base64."""
+    return np.asarray(np.lib.format.read_array(io.BytesIO(base64.b64decode(text))))  # without objects, which are pickled
 
 
 def _logprob(entry: Mapping[str, Any]) -> float:

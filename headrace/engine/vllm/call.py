@@ -22,7 +22,7 @@ from headrace.engine import stop_strings
 from headrace.engine.protocol import Increment, InFlight, NotFinite
 from headrace.engine.request import SampledSince, SampledTokens
 from headrace.engine.vllm.api import MaskIncomplete, VllmGone
-from headrace.records import FinishReason, SamplingMask
+from headrace.records import FinishReason, SamplingMask, unknown_routing
 
 if TYPE_CHECKING:
     import asyncio
@@ -54,6 +54,8 @@ class VllmCall:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._masks: list[Array] = []
+        self._entropies: list[float] | None = [] if engine.records_entropy and request.sampling.keep_mask else None
+        self._routed: Array | None = None  # the experts of its first tokens, as far as the server has reported them
         self.adapter, self._sent_at = "", -1  # the adapter it names, and that one's version
         self._lineage = ""  # of the weights that sampled its first token
         self._most = min(request.sampling.max_tokens, engine.context - len(request.rollout))
@@ -61,7 +63,8 @@ class VllmCall:
         self._num_reported = 0
         self._unsure_from: int | None = None  # first token of a piece that mixes versions, until the server tells them apart
         is_read = request.on_tokens is not None or request.is_streamed or bool(request.sampling.stop)
-        may_widen = self._num_candidates() and not request.sampling.top_k  # a stream closed early reports no versions
+        may_widen = 0 < self._num_candidates() < engine.vocabulary and not request.sampling.top_k
+        # A stream that is closed early reports no versions.
         self._together = TOGETHER if engine.names_versions and not is_read and not may_widen else 1
         """Tokens requested per piece. With 1, all arrive before weights change; with more, some may be of older weights."""
 
@@ -110,6 +113,8 @@ class VllmCall:
                 engine.heard(len(piece.token_ids))
                 known = self._complete_part(piece, num_candidates)
                 reason = self._take(known)
+                if piece.routing is not None:  # not of tokens that are sampled again
+                    self._routed = piece.routing[: len(self.request.rollout) + len(self._token_ids)]
                 if reason is not None or piece.finish is not None:
                     self._stamp(piece.spans, reason)
                 if reason is not None:
@@ -127,7 +132,7 @@ class VllmCall:
         """Logprobs to request with each token, so that those that could have been sampled are most often among them."""
         sampling = self.request.sampling
         if not (sampling.needs_mask and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)):
-            return 0
+            return 0 if self._entropies is None else self._engine.vocabulary
         return min(sampling.top_k + TIES if sampling.top_k else _FEW, self._engine.vocabulary)
 
     def _complete_part(self, piece: Piece, num_candidates: int) -> Piece:
@@ -160,6 +165,8 @@ class VllmCall:
             self._lineage = self._lineage or self._engine.lineage
             if sampling.needs_mask:
                 self._masks.append(self._mask(piece, place))
+            if self._entropies is not None and piece.entropies is not None:
+                self._entropies.append(piece.entropies[place])
             if sampling.stop and self._completes_stop():
                 reason = FinishReason.STOP
                 break
@@ -224,8 +231,8 @@ class VllmCall:
         if new.start == new.stop:
             return None
         self._num_reported = new.stop
-        token_ids, logprobs, versions, masks, _ = self._sampled(new)
-        return SampledSince(self.request, token_ids, logprobs, versions, masks, self._lineage)
+        token_ids, logprobs, versions, masks, entropies = self._sampled(new)
+        return SampledSince(self.request, token_ids, logprobs, versions, masks, self._lineage, entropies)
 
     def in_flight(self) -> InFlight:
         first = self._versions[0] if self._versions else -1
@@ -236,8 +243,23 @@ class VllmCall:
         """With the tokens of known version; the others are sampled again."""
         engine, sampled = self._engine, self._sampled(slice(self.num_known))
         lineage = self._lineage or engine.lineage
-        return self.request.extended(sampled, reason, engine=engine.name, policy=engine.policy, lineage=lineage)
+        routing = self._routing(len(self.request.rollout) + len(sampled.token_ids))
+        return self.request.extended(
+            sampled, reason, engine=engine.name, policy=engine.policy, lineage=lineage, routing=routing
+        )
+
+    def _routing(self, length: int) -> Array | None:
+        """Of all tokens of its rollout. Those of a stream that was closed early are unknown."""
+        routers = self._engine.routers
+        if routers is None:
+            return None
+        known = unknown_routing(length, num_layers=routers.num_layers, top_k=routers.top_k, dtype=routers.dtype_name)
+        if self._routed is not None:
+            rows = self._routed[: length - 1, routers.layers]
+            known[: len(rows)] = rows
+        return known
 
     def _sampled(self, which: slice) -> SampledTokens:
         token_ids, versions = np.array(self._token_ids[which], np.int32), np.array(self._versions[which], np.int32)
-        return SampledTokens(token_ids, np.array(self._logprobs[which], np.float32), versions, self._masks[which])
+        entropies = None if self._entropies is None else np.array(self._entropies[which], np.float32)
+        return SampledTokens(token_ids, np.array(self._logprobs[which], np.float32), versions, self._masks[which], entropies)

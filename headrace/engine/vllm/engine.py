@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headrace.engine.request import Request, SampledSince
     from headrace.engine.vllm.api import ServerInfo, VllmApi
     from headrace.engine.vllm.handover import Handover
-    from headrace.model import StagedWeights
+    from headrace.model import Routers, StagedWeights
     from headrace.observe import Timeline
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
     from headrace.sync import WeightSync
@@ -68,13 +68,17 @@ class VllmEngine:
         end_ids: Sequence[int] = (),
         patience: float = 120.0,
         tells_late: bool = False,
+        records_entropy: bool = False,
+        routers: Routers | None = None,
     ) -> None:
         """`staged` is where updates of `model` arrive; `end_ids`: the model's own stop tokens, which vLLM forbids with a call's
         `stop_ids` as long as `min_tokens` does; `patience`: the seconds the server may be silent while calls run; `tells_late`:
-        it was started to send several tokens at a time."""
+        it was started to send several tokens at a time; `records_entropy`: of each token's distribution; `routers`: of the
+        model, if the experts of each token are recorded."""
         self.api, self.name, self.decode = api, name, decode
         self.num_slots, self.context, self.vocabulary, self.end_ids = slots, context, vocabulary, end_ids
         self.names_versions = NAME_VERSION.is_in(about)  # it reports the version of every token
+        self.records_entropy, self.routers = records_entropy, routers
         self.version, self.lineage, self.policy = -1, "", ""
         self.after_step: Callable[[], None] = lambda: None
         self.died: Future[None] = Future()  # fails with the reason when the engine can no longer generate
@@ -358,15 +362,8 @@ class VllmEngine:
     async def wake(self) -> None:
         """It is always awake."""
 
-    async def fork(self, rollout: Rollout, at: int, *, id: str) -> Rollout:
-        """Its prompt is recomputed, except for what the server's prefix cache holds."""
-        return rollout.forked(at, id=id)
-
-    async def pin(self, rollout_id: str) -> None:
-        raise Unsupported("vLLM cannot be told to keep a rollout's KV cache; engine.kind = 'native' can")
-
-    async def unpin(self, rollout_id: str) -> None:
-        """Nothing is pinned."""
+    def release(self, rollout_ids: Sequence[str]) -> None:
+        """The server's prefix cache drops what is oldest."""
 
     # Its life
 

@@ -35,7 +35,7 @@ class VllmKind(EngineKind):
     name = section = "vllm"
     runs_inline = False
     can_sleep = False
-    has_server = True
+    has_server = records_routing = records_entropy = True
 
     def num_engines(self, settings: EngineSettings) -> int:
         return len(settings.vllm.urls) or settings.count
@@ -46,6 +46,11 @@ class VllmKind(EngineKind):
             if not 0.01 <= sampling.temperature <= 2:
                 given = f"{section}.temperature = {sampling.temperature}"
                 raise ConfigError(f"{given}: vLLM samples at temperatures from 0.01 to 2")
+        if recipe.engine.record_routing and recipe.sampling.stop:
+            raise ConfigError(
+                "engine.record_routing = true: vLLM reports experts when a call ends by itself, and Headrace ends one at a "
+                "text of sampling.stop; leave that empty, or set engine.kind = 'native'"
+            )
         if settings.start_seconds >= recipe.deadline:
             raise ConfigError(
                 f"engine.vllm.start_seconds = {settings.start_seconds:g}: a run stops after deadline = {recipe.deadline:g} s "
@@ -77,6 +82,9 @@ class VllmKind(EngineKind):
 
         cpu_cache_gigabytes()
         choose_handover(recipe, device=device)
+        if recipe.engine.record_routing and device == "cpu" and not recipe.engine.vllm.urls:
+            told = "vLLM's CPU build does not report experts; leave it false, or set engine.kind = 'native'"
+            raise ConfigError(f"engine.record_routing = true: {told}")
         if not recipe.engine.vllm.urls:
             find_vllm(choose_python(recipe.engine.vllm.python))
 

@@ -27,7 +27,15 @@ from headrace.engine.vllm.kind import (
 )
 from headrace.engine.vllm.nccl import NcclHandover
 from headrace.engine.vllm.server import choose_python, end, start
-from headrace.engine.vllm.server_checks import ADAPTERS, TRANSFER, check_abilities, try_adapter, try_generate, try_update
+from headrace.engine.vllm.server_checks import (
+    ADAPTERS,
+    TRANSFER,
+    check_abilities,
+    check_model,
+    try_adapter,
+    try_generate,
+    try_update,
+)
 from headrace.model import Head, StagedWeights, adapter_of, context_limit, load_model, load_tokenizer, named_tensors
 from headrace.partial import continues_over_updates
 from headrace.settings import ConfigError
@@ -58,6 +66,7 @@ async def open_engine(
     )
     adapter, base = adapter_of(model), str(model.name_or_path)
     context, vocabulary = context_limit(model, recipe.model.context), Head(model).vocabulary
+    routers = check_model(recipe, model, vocabulary=vocabulary)
     stop_ids = stop_tokens(model.generation_config, tokenizer)
     way = choose_handover(recipe, device=place.device.partition(":")[0])
     async with contextlib.AsyncExitStack() as on_failure:
@@ -76,8 +85,7 @@ async def open_engine(
             raise ConfigError(
                 f"vLLM at {api.url} takes {longest} tokens, the run up to {context}; set model.context = {longest}"
             )
-        is_unbounded = not recipe.sampling.top_k and (recipe.sampling.top_p < 1 or recipe.sampling.min_p > 0)
-        await try_generate(api, vocabulary, num_candidates=vocabulary if is_unbounded else recipe.sampling.top_k + TIES)
+        await try_generate(api, vocabulary, num_candidates=_most_candidates(recipe, vocabulary), routers=routers)
         handover = (
             make_handover(way, recipe, folder=place.folder, device=place.receives_on)
             if adapter is None
@@ -102,10 +110,12 @@ async def open_engine(
             sync=sync,
             handover=handover,
             timeline=timeline,
-            decode=decoder_of(tokenizer) if recipe.sampling.stop else None,
+            decode=decoder_of(tokenizer),
             end_ids=stop_ids,
             patience=settings.answer_seconds,
             tells_late=server is not None and not continues_over_updates(recipe),
+            records_entropy=recipe.engine.record_entropy,
+            routers=routers,
         )
         on_failure.pop_all()
     return OpenedEngine(
@@ -153,6 +163,13 @@ async def _start(recipe: Recipe, model_path: str, model: PreTrainedModel, place:
     )
 
 
+def _most_candidates(recipe: Recipe, vocabulary: int) -> int:
+    """Logprobs that a call may request with each token."""
+    sampling = recipe.sampling
+    is_unbounded = not sampling.top_k and (recipe.engine.record_entropy or sampling.top_p < 1 or sampling.min_p > 0)
+    return vocabulary if is_unbounded else sampling.top_k + TIES
+
+
 def make_handover(name: str, recipe: Recipe, *, folder: Path, device: str) -> Handover:
     """The handover of that name; `device` is where the engine's process holds the weights."""
     if name == "ipc":
@@ -195,6 +212,8 @@ def server_arguments(
     words += ["--disable-uvicorn-access-log"]  # a line per call would fill the disk in a long run
     if recipe.lora.is_on:
         words += ["--enable-lora"]
+    if engine.record_routing:
+        words += ["--enable-return-routed-experts"]
     if is_on_cpu:  # vLLM 0.32 fails there when a prompt with a seed is computed in parts
         words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _CPU_STEP_TOKENS))]
     if is_on_cpu or not engine.graphs:

@@ -10,15 +10,18 @@ import numpy as np
 
 from headrace.engine.vllm.api import MaskIncomplete, VllmRefused
 from headrace.engine.vllm.handover import saved_form
-from headrace.model import Head, adapter_of
+from headrace.engine.vllm.score import MOST_SCORED
+from headrace.model import Head, ModelError, adapter_of, find_readable_routers
 from headrace.records import Sampling
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from headrace.config import Recipe
     from headrace.engine.vllm.api import ServerInfo, VllmApi
     from headrace.engine.vllm.handover import Handover
+    from headrace.model import Routers
     from headrace.records import Array
 
 _TRY_SECONDS = 120.0
@@ -67,7 +70,35 @@ def check_abilities(about: ServerInfo, *, server: str, more: tuple[Ability, ...]
         raise ConfigError(f"vLLM {about.version} at {server} cannot do what this run needs: {told}")
 
 
-async def try_generate(api: VllmApi, vocabulary: int, *, num_candidates: int = 8) -> None:
+def check_model(recipe: Recipe, model: PreTrainedModel, *, vocabulary: int) -> Routers | None:
+    """Refuse an adapter that no server gets, and to record what no server can tell of this model; returns its routers if the
+    experts of tokens are recorded."""
+    sampling, adapter = recipe.sampling, adapter_of(model)
+    if adapter is not None and (told := adapter.beyond_linear):
+        raise ConfigError(
+            f"{told}: vLLM servers get adapters of linear layers only; leave it out, or set engine.kind = 'native'"
+        )
+    if (
+        recipe.engine.record_entropy
+        and vocabulary > MOST_SCORED
+        and not (sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+    ):
+        raise ConfigError(
+            f"engine.record_entropy = true: for that a vLLM server must list every token that could be sampled, which are all "
+            f"{vocabulary:,}, and at most {MOST_SCORED:,} are requested; set sampling.top_k, top_p or min_p, or engine.kind = "
+            f"'native'"
+        )
+    if not recipe.engine.record_routing:
+        return None
+    routers = find_readable_routers(model)
+    if routers is None:
+        raise ModelError(
+            f"engine.record_routing = true: {recipe.model.path} has no experts whose routing can be read; leave it false"
+        )
+    return routers
+
+
+async def try_generate(api: VllmApi, vocabulary: int, *, num_candidates: int = 8, routers: Routers | None = None) -> None:
     """Sample one token, with as many candidates as the run may need, and score a prompt. A server may be paused, keep its
     interface closed, need another API token, give too few logprobs, or those of a distribution it does not sample from: each
     would otherwise show late or never."""
@@ -77,7 +108,8 @@ async def try_generate(api: VllmApi, vocabulary: int, *, num_candidates: int = 8
     pieces = api.generate(prompt, of_two, max_tokens=1, salt="try", num_candidates=asked)
     try:
         async with asyncio.timeout(_TRY_SECONDS):
-            masks = [mask async for piece in pieces for mask in piece.masks or ()]
+            told = [piece async for piece in pieces]
+            masks = [mask for piece in told for mask in piece.masks or ()]
             if len(masks) != 1 or masks[0] is None or len(masks[0]) > 4:  # all but the two likeliest should have no probability
                 raise MaskIncomplete
             await api.prompt_logprobs(prompt, salt="try", whole=False)
@@ -91,6 +123,18 @@ async def try_generate(api: VllmApi, vocabulary: int, *, num_candidates: int = 8
         raise ConfigError(f"{error}{fix}") from error
     except TimeoutError as error:
         raise ConfigError(f"vLLM at {api.url} has not sampled one token for {_TRY_SECONDS:g} s") from error
+    if routers is not None:
+        shape = next((piece.routing.shape for piece in told if piece.routing is not None), None)
+        if shape is None:
+            raise ConfigError(
+                f"engine.record_routing = true: vLLM at {api.url} streams no experts; it must be started with "
+                f"--enable-return-routed-experts, and 0.32 can; or leave it false"
+            )
+        if len(shape) != 3 or shape[0] != len(prompt) or shape[1] <= routers.layers[-1] or shape[2] != routers.top_k:
+            raise ConfigError(
+                f"engine.record_routing = true: vLLM at {api.url} streams experts as {list(shape)} for {len(prompt)} tokens, "
+                f"but the model has {routers.top_k} for each token in decoder layers up to {routers.layers[-1]}; leave it false"
+            )
 
 
 async def try_adapter(api: VllmApi, way: Handover, model: PreTrainedModel, *, rank: int) -> None:

@@ -27,6 +27,7 @@ _DECIDED = {
     "generation_config": "the recipe's sampling decides; leave it out",
     "seed": "the recipe's seed decides it; set that instead",
     "return_sampling_mask": "Headrace reads it off the logprobs; leave it out",
+    "enable_return_routed_experts": "engine.record_routing decides it; set that instead",
     "config": "a file could set what Headrace decides; give its lines here",
     "weight_transfer_config": "engine.vllm.handover decides it; set that instead",
     "stream_interval": "Headrace decides when tokens may come several at a time; leave it out",

@@ -1,5 +1,5 @@
 """The payload `delta`: the lossless difference between two versions of the same weights."""
 
-from headrace.sync.delta.codec import CHUNK, DTYPES, Stats, apply, encode, stats
+from headrace.sync.delta.codec import DTYPES, apply, encode
 
-__all__ = ["CHUNK", "DTYPES", "Stats", "apply", "encode", "stats"]
+__all__ = ["DTYPES", "apply", "encode"]

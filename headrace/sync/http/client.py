@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from headrace.errors import SyncError
 from headrace.proof import is_proven
-from headrace.sync.http.server import BadHead, authorization, path_of, piece_sum, read_head, write_head
+from headrace.sync.http.server import BadHead, authorization, path_of, read_head, write_head
 from headrace.sync.sockets import TICK, connect
 from headrace.sync.transport import read_place
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from headrace.sync.http.server import ServedBuffer
     from headrace.sync.transport import Target
 
-_MOST_FAULTS = 3  # damaged pieces after which a source is not used again
-
 
 class _Refused(Exception):
     """This source is not used again."""
@@ -38,30 +36,27 @@ class Place:
     bytes: int
     sources: tuple  # type: ignore[type-arg]
     """URLs to try in turn. The last is the sender's own; once it has freed the buffer, the fetch fails."""
-    piece_bytes: int
-    sums: tuple  # type: ignore[type-arg]
-    """A checksum per piece."""
     share: float  # of the deadline, for a silent source; smaller for parents in the tree, so that they switch first
 
     @classmethod
     def read(cls, place: Mapping[str, Plain]) -> Place:
         read = read_place(cls, place)
-        has_sums = read.piece_bytes > 0 and len(read.sums) == -(-read.bytes // read.piece_bytes)
-        if not has_sums or not read.sources or not all(isinstance(source, str) for source in read.sources):
-            raise SyncError("this is no place of this transport: it lacks sources, or a checksum for each piece")
+        if not read.sources or not all(isinstance(source, str) for source in read.sources):
+            raise SyncError("this is no place of this transport: it lacks sources")
         return read
 
 
 class Fetch:
     """Fetches one buffer `into` memory from which a relay serves it, and piece by piece from there into the target."""
 
-    def __init__(self, place: Place, target: Target, receiver: str, into: ServedBuffer, *, token: str, deadline: float) -> None:
+    def __init__(
+        self, place: Place, target: Target, receiver: str, into: ServedBuffer, *, token: str, deadline: float, piece_bytes: int
+    ) -> None:
         self._place, self._target, self._receiver, self._into = place, target, receiver, into
-        self._token, self._deadline = token, deadline
+        self._token, self._deadline, self._piece_bytes = token, deadline, piece_bytes
         self._at = 0  # bytes received so far
         self._moved = self._began = time.monotonic()  # when the last bytes arrived; when this source was tried
         self._sources: deque[str] = deque(place.sources)  # those not refused; the current one first
-        self._faults: Counter[str] = Counter()
         self._last_failure = ""
 
     def run(self) -> None:
@@ -151,7 +146,7 @@ class Fetch:
         return first[1], answer
 
     def _receive(self, connection: socket.socket) -> None:
-        size, piece_bytes, looked = self._place.bytes, self._place.piece_bytes, time.monotonic()
+        size, piece_bytes, looked = self._place.bytes, self._piece_bytes, time.monotonic()
         while self._at < size:
             start = self._at // piece_bytes * piece_bytes
             stop = min(start + piece_bytes, size)
@@ -172,11 +167,6 @@ class Fetch:
             self._finish(start, piece)
 
     def _finish(self, start: int, piece: Tensor) -> None:
-        if piece_sum(piece) != self._place.sums[start // self._place.piece_bytes]:
-            self._at = start
-            self._faults[self._sources[0]] += 1
-            reason = f"sent damaged bytes from {start:,} on"
-            raise _Refused(reason) if self._faults[self._sources[0]] >= _MOST_FAULTS else ConnectionError(reason)
         try:
             self._target.write(start, piece)
         except OSError as error:  # not the source's fault

@@ -21,8 +21,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-import numpy as np
-
 from headrace.errors import SyncError
 from headrace.proof import is_proven, proof
 from headrace.sync.memory import Spare, TorchBuffer
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GONE_KEYS = 16  # freed keys to remember, to tell "freed" from "unknown"
-_BLOCK_WORDS = 512
 _MAX_HEAD = 8192  # bytes
 _HEAD_SECONDS = 10.0
 _SEND_BYTES = 1 << 20
@@ -90,20 +87,6 @@ def path_of(key: str) -> str:
 def authorization(token: str, challenge: str, nonce: str, path: str, wanted: str) -> str:
     """Return the header that answers a challenge."""
     return f"{_SCHEME} {nonce} {proof(token, 'weights', 'GET', challenge, nonce, path, wanted)}"
-
-
-def piece_sum(piece: Tensor) -> int:
-    """A checksum in one pass: sums of 4 KiB blocks, each times an odd number that depends on its position. It detects a
-    changed bit, and missing, doubled or swapped blocks. `crc32` takes eight times as long, which would halve the throughput of
-    a fast link."""
-    flat = piece.numpy()
-    num_whole = len(flat) // (8 * _BLOCK_WORDS)
-    whole = flat[: num_whole * 8 * _BLOCK_WORDS].view(np.int64).reshape(num_whole, _BLOCK_WORDS).sum(axis=1)
-    rest = flat[num_whole * 8 * _BLOCK_WORDS :]
-    padded = np.zeros(8 * _BLOCK_WORDS, dtype=np.uint8)
-    padded[: len(rest)] = rest
-    sums = np.append(whole, padded.view(np.int64).sum())
-    return int((sums * (2 * np.arange(num_whole + 1) + 1)).sum())
 
 
 @dataclass(eq=False)

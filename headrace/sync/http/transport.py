@@ -7,17 +7,17 @@ decides who reads from whom, so that no link carries more than a few copies:
        │            └──────► engine 3
        └──────► engine 1 ──► engine 4 …
 
-Each receiver checks every piece against the checksums in its place before writing or relaying it. When a source fails, falls
-silent or sends wrong bytes, the receiver requests the rest from the next one in its list.
+When a source fails or falls silent, the receiver requests the rest from the next one in its list. Wrong bytes are found as
+with every transport: an engine compares the checksums of what it has written with the manifest's.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import SyncError
 from headrace.sync.http.client import Fetch, Place
-from headrace.sync.http.server import BufferServer, ServedBuffers, piece_sum
+from headrace.sync.http.server import BufferServer, ServedBuffers
 from headrace.sync.transport import Transport
 
 if TYPE_CHECKING:
@@ -99,10 +99,7 @@ class HttpTransport(Transport):
 
     def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
         buffer = self._buffers.offer(key)
-        with buffer.in_use():
-            sums = [piece_sum(piece) for piece in buffer.bytes.split(self._piece_bytes) if len(piece)]
-        place: dict[str, Plain] = {"key": key, "bytes": buffer.num_bytes, "sources": [self._serve().url], "share": 0.5}
-        return place | {"piece_bytes": self._piece_bytes, "sums": list(sums)}
+        return {"key": key, "bytes": buffer.num_bytes, "sources": [self._serve().url], "share": 0.5}
 
     def free(self, key: str) -> None:
         """At either end: disconnect peers that are reading the buffer, and fail this end's fetch of it."""
@@ -129,7 +126,8 @@ class HttpTransport(Transport):
         buffer = self._collect(there, receiver)
         try:
             with buffer.in_use():
-                Fetch(there, target, receiver, buffer, token=self._token, deadline=self._deadline).run()
+                how: dict[str, Any] = {"deadline": self._deadline, "piece_bytes": self._piece_bytes}
+                Fetch(there, target, receiver, buffer, token=self._token, **how).run()
         except BaseException:
             self._buffers.drop(buffer)
             raise

@@ -23,7 +23,7 @@ from headrace.engine.shaping import Shaping
 from headrace.model.load import prepare
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
-from headrace.records import FinishReason, Rollout, Sampling
+from headrace.records import SAMPLED_ENTROPY, FinishReason, Rollout, Sampling
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 BLOCK = 4
@@ -58,7 +58,7 @@ def text_of(token_ids: list[int]) -> str:
     return "".join(chr(ord("A") + token) for token in token_ids)
 
 
-def make_core(*, kernels: bool, slots: int = 3, num_blocks: int = 0) -> EngineCore:
+def make_core(*, kernels: bool, slots: int = 3, num_blocks: int = 0, record_entropy: bool = False) -> EngineCore:
     return EngineCore(
         make_model(),
         name="e",
@@ -69,6 +69,7 @@ def make_core(*, kernels: bool, slots: int = 3, num_blocks: int = 0) -> EngineCo
         decode=text_of,
         kernels=kernels,
         graphs=False,
+        record_entropy=record_entropy,
     )
 
 
@@ -190,10 +191,12 @@ class TwoThenOne:
 
 
 def test_shaped_requests_run_beside_the_kernels() -> None:
-    """Siblings of which one is not shaped, a prompt longer than a step, too few blocks for all: each as in the plain engine."""
+    """Siblings of which one is not shaped, a prompt longer than a step, too few blocks for all: each as in the plain engine,
+    with the same entropies."""
     shaping = Shaping(grammar=TwoThenOne(), repetition_penalty=1.5, presence_penalty=0.5, top_logprobs=3)
     results, tops = [], []
-    for core in (make_core(kernels=False, slots=8), make_core(kernels=True, slots=4, num_blocks=7)):
+    sizes = {False: {"slots": 8}, True: {"slots": 4, "num_blocks": 7}}
+    for core in (make_core(kernels=kernels, record_entropy=True, **given) for kernels, given in sizes.items()):
         done, told = {}, []
         for index, length in enumerate([5, 5, 5, 10]):
             given = request(core, done, str(index), prompt(length, seed=length), max_tokens=4 if index == 0 else 9, seed=index)
@@ -207,6 +210,9 @@ def test_shaped_requests_run_beside_the_kernels() -> None:
     assert core.scheduler.num_retractions > 0
     for name, rollout in results[0].items():
         assert_same(results[1][name], rollout)
+        entropies, same = (each.columns[SAMPLED_ENTROPY] for each in (rollout, results[1][name]))
+        np.testing.assert_allclose(same, entropies, atol=1e-5)
+        assert entropies[rollout.is_sampled].all()
         assert name == "0" or [token % 2 for token in rollout.token_ids[-9:].tolist()] == [0, 0, 1] * 3
     for (index, top), (same_index, same_top) in zip(*tops, strict=True):
         assert index == same_index and len(top[0]) == 3

@@ -120,6 +120,25 @@ def test_logits_are_scaled_as_the_model_says_before_temperature(scaling: dict[st
     torch.testing.assert_close(logprobs, expected.logprobs, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("is_restricted", [False, True])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 300.0])
+def test_entropies_are_those_of_what_is_sampled_from(scale: float, is_restricted: bool) -> None:
+    state = make_state([(1.0, 0, 1, 0), (0.0, 0, 1, 0), (0.3, 5, 1, 0), (2.5, 0, 0.8, 0.01), (1.0, 0, 1, 0)])
+    slots = [2, 0, 1, 3, 4]
+    torch.manual_seed(5)
+    logits = torch.randn(len(slots), 61, device=DEVICE) * scale
+    logits[4, :40] = LOWEST  # chunks in which nothing can be sampled
+    expected = by_sampler(logits, state, slots, is_restricted=is_restricted)
+    if is_restricted:
+        cut_rows(logits, state, slots)
+    tokens, found = ints([0] * len(slots)), torch.full((2, len(slots)), -1.0, device=DEVICE)
+    sample(logits, ints(slots), state, PLAIN, tokens, found[0], found[1])
+    assert tokens.tolist() == expected.token_ids.tolist()
+    torch.testing.assert_close(found[0], expected.logprobs, atol=2e-5, rtol=0)
+    torch.testing.assert_close(found[1], plain.entropies_of(expected, state.sampling[slots, 0]), atol=2e-5, rtol=0)
+    assert found[1, 2] == 0 and (scale > 3 or (found[1] > 0).sum() == 4)
+
+
 def test_tokens_come_as_often_as_they_are_probable() -> None:
     probabilities = torch.zeros(20)
     probabilities[[0, 3, 15, 16, 19]] = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])

@@ -52,35 +52,42 @@ def add_low_rank(
 ) -> Tensor:
     """`output` [rows, all widths] + scale · up · down · `hidden` [rows, inputs], where `downs` [places, rank, inputs] and `ups`
     [places, width, rank] are of up to three layers whose outputs lie side by side, and `places` [rows] says which a row uses.
-    All matrices have the same stride between places."""
+    All matrices have the same stride between places. If `output` has further columns, they are down · `hidden`: of each place,
+    of each layer."""
     given, flat = output.reshape(-1, output.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
     (rows, width), rank, widths = flat.shape, downs[0].shape[1], [up.shape[1] for up in ups]
     rank_pad = max(16, triton.next_power_of_2(rank))
     sizes = _sizes(rows, width, rank_pad)
-    share = triton.cdiv(min(sizes.split, width), sizes.tile) * sizes.tile
-    splits, tiles = triton.cdiv(width, share), [triton.cdiv(each, sizes.columns) for each in widths]
-    between = flat.new_empty((splits, rows, len(downs) * rank_pad), dtype=torch.float32)  # to be summed over the splits
-    out = torch.empty_like(given)
+    tiles = [triton.cdiv(each, sizes.columns) for each in widths]
+    out = given.new_empty((rows, sum(widths)))
     same: dict[str, Any] = {
         "RANK": rank, "RANK_PAD": rank_pad, "ROWS": sizes.rows,
         "PRECISION": "ieee" if flat.dtype == torch.float32 else "tf32",
     }  # fmt: skip
-    down_kernel[(triton.cdiv(rows, sizes.rows), len(downs), splits)](
-        flat, *[*downs, *downs[:1] * 2][:3], places, between,
-        rows, width, share, flat.stride(0), downs[0].stride(0), between.stride(1), TILE=sizes.tile, **same,
-    )  # fmt: skip
+    if given.shape[1] > sum(widths):
+        splits, between = 1, given[:, sum(widths) :]
+        strides = given.stride(0), rank * len(downs), rank  # of rows, places and layers
+    else:
+        share = triton.cdiv(min(sizes.split, width), sizes.tile) * sizes.tile
+        splits = triton.cdiv(width, share)
+        between = flat.new_empty((splits, rows, len(downs) * rank_pad), dtype=torch.float32)  # to be summed over the splits
+        strides = between.stride(1), 0, rank_pad
+        down_kernel[(triton.cdiv(rows, sizes.rows), len(downs), splits)](
+            flat, *[*downs, *downs[:1] * 2][:3], places, between,
+            rows, width, share, flat.stride(0), downs[0].stride(0), between.stride(1), TILE=sizes.tile, **same,
+        )  # fmt: skip
     up_kernel[(triton.cdiv(rows, sizes.rows), sum(tiles))](
         given, between, *[*ups, *ups[:1] * 2][:3], places, out,
         rows, *[*widths, 0, 0][:3], *[*tiles, sum(tiles)][:2],
-        ups[0].stride(0), given.stride(0), out.stride(0), between.stride(1), scale,
+        ups[0].stride(0), given.stride(0), out.stride(0), *strides, scale,
         SPLITS=splits, COLUMNS=sizes.columns, **same,
     )  # fmt: skip
-    return out.view(output.shape)
+    return out.view(*output.shape[:-1], sum(widths))
 
 
 @add_low_rank.register_fake
 def _(output: Tensor, hidden: Tensor, downs: list[Tensor], ups: list[Tensor], places: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(output, memory_format=torch.contiguous_format)
+    return output.new_empty((*output.shape[:-1], sum(up.shape[1] for up in ups)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +103,9 @@ class RowAdapters:
             assert target.versions is not None
             downs.append(target.versions[0])
             ups.append(target.versions[1])
+        width, num_columns = sum(up.shape[1] for up in ups), len(downs[0]) * sum(down.shape[1] for down in downs)
+        if output.shape[-1] != width + num_columns:  # nobody has multiplied by all of `downs`
+            output = output[..., :width]
         added: Tensor = add_low_rank(output, hidden.to(downs[0].dtype), downs, ups, self.places, self.scale)
         return added
 
@@ -103,19 +113,27 @@ class RowAdapters:
 class AdapterBank:
     """The versions that running rollouts use, and which place each has."""
 
-    def __init__(self, adapter: Adapter, arena: Arena, *, slots: int) -> None:
-        """`arena`: of the newest version, which moves to place 0."""
+    def __init__(self, adapter: Adapter, arena: Arena, *, slots: int, places: int = ADAPTER_PLACES) -> None:
+        """`arena`: of the newest version, which moves to place 0. `places`: for so many versions at first."""
         self.arena, self.scale = arena, adapter.settings.scale
         self._held: dict[int, HeldAdapter] = {}  # by place
         self._given = np.zeros(slots + 1, dtype=np.int32)
         self.places = torch.zeros(slots + 1, dtype=torch.int32, device=arena.device)
         self._models: list[PreTrainedModel] = []
-        self._allocate(ADAPTER_PLACES)
+        self._rooms: list[tuple[Tensor, Tensor]] = []  # behind the weights of a linear layer, and what belongs there
+        self._allocate(places)
 
     def attach(self, model: PreTrainedModel) -> None:
         """Point the layers of a model, or of its twin, at the versions."""
         self._models.append(model)
         self._point(model)
+        self.fill_rooms()
+
+    @torch.no_grad()
+    def fill_rooms(self, place: int = 0) -> None:
+        """Copy the first matrices of a version behind the weights whose product computes them too."""
+        if self._rooms:
+            torch._foreach_copy_([room[place] for room, _ in self._rooms], [versions[place] for _, versions in self._rooms])
 
     @contextlib.contextmanager
     def adding(self, model: PreTrainedModel, slots: Tensor) -> Iterator[None]:
@@ -152,6 +170,7 @@ class AdapterBank:
     def grow(self) -> None:
         """Twice as many places, in other memory: no step may run."""
         before = self._memory
+        self._rooms.clear()  # they have no place for more versions
         self._allocate(2 * len(before))
         self._memory[1 : len(before)] = before[1:]
         if before.is_cuda:
@@ -177,13 +196,17 @@ class AdapterBank:
     def _fill(self, place: int, held: HeldAdapter) -> None:
         if held.memory is not None:
             self._memory[place].copy_(held.memory)
-            return
-        for name in self.arena.slots:
-            self._versions(name)[place].copy_(held.tensors[name])
+        else:
+            for name in self.arena.slots:
+                self._versions(name)[place].copy_(held.tensors[name])
+        self.fill_rooms(place)
 
     def _point(self, model: PreTrainedModel) -> None:
         for module in model.modules():
-            for target in (*getattr(module, "headrace_targets", ()), target_of(module)):
-                if target is not None:
-                    down, up = (self._versions(f"{target.name}.{part}.weight") for part in ("lora_A", "lora_B"))
-                    target.versions = down, up
+            target = target_of(module)
+            if target is not None:
+                down, up = (self._versions(f"{target.name}.{part}.weight") for part in ("lora_A", "lora_B"))
+                target.versions = down, up
+                room = getattr(module, "headrace_room", None)
+                if room is not None and len(room) == len(down):
+                    self._rooms.append((room, down))

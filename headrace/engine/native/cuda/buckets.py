@@ -71,7 +71,7 @@ class Bucket:
     """The buffers of one shape of step, and its graphs, with and without restricted rows."""
 
     control: Tensor
-    out: Tensor  # [2, rows] int32: tokens, and the bits of their logprobs
+    out: Tensor  # [2 or 3, rows] int32: tokens, the bits of their logprobs and, if they are recorded, of their entropies
     run: Callable[[PreTrainedModel, bool], Tensor | None]  # (model, is some row restricted?) → the allowed tokens if so
     make_scratch: Callable[[], Bucket]  # a bucket of the same shape for a trial run, while this one may be in use
     graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor | None]] = field(default_factory=dict)
@@ -89,10 +89,12 @@ class Buckets:
         routers: dict[PreTrainedModel, Routers | None],
         bank: AdapterBank | None,
         prompt_buckets: Sequence[int],
+        records_entropy: bool,
         device: torch.device,
     ) -> None:
         self._state, self._head, self._cache, self._routers, self._device = state, head, cache, routers, device
         self._bank = bank
+        self._num_outputs = 3 if records_entropy else 2
         self._nobody = len(state.tokens) - 1
         self.decode_sizes = decode_buckets(self._nobody)
         self.prompt_shapes = [PromptShape(size) for size in prompt_buckets]
@@ -119,7 +121,7 @@ class Buckets:
         """Control: number of new blocks, slot of each row, then (slot, index, block) of each new block."""
         control = self._ints(1 + 4 * size)
         control[1 : 1 + size] = self._nobody
-        out = self._ints(2, size)
+        out = self._ints(self._num_outputs, size)
         row_slots, tokens, positions = self._ints(size), self._ints(size), self._ints(size)
         places = self._ints(size, dtype=torch.int64)
         block = self._cache.block_size
@@ -140,7 +142,7 @@ class Buckets:
         tokens, positions, owners, tiles, rows, slots = shape.parts(control)
         owners.fill_(self._nobody)
         slots.fill_(self._nobody)
-        out = self._ints(2, shape.sampled)
+        out = self._ints(self._num_outputs, shape.sampled)
         places = self._ints(shape.tokens, dtype=torch.int64)
         block = self._cache.block_size
 
@@ -168,7 +170,7 @@ class Buckets:
         logits = head.product(hidden, head.weight)
         if allowed is not None:
             sampling.restrict(logits, slots, self._state, head.scaling, allowed)
-        sampling.sample(logits, slots, self._state, head.scaling, out[0], out[1].view(torch.float32))
+        sampling.sample(logits, slots, self._state, head.scaling, out[0], *out[1:].view(torch.float32))
         return allowed
 
     def allowed_rows(self, rows: int, *, is_scratch: bool = False) -> Tensor:

@@ -1,13 +1,14 @@
 """A model's twin: the same parameters under modules of its own, whose layers are compiled.
 
-Linear layers that read the same input become one matrix product (their weights are adjacent in the arena), and decoder layers
-share one compilation for all batch sizes. The model itself is unchanged and can run meanwhile.
+Linear layers that read the same input become one matrix product: their weights are adjacent in the arena, and so are the first
+matrices of an adapter behind them. Decoder layers share one compilation for all batch sizes. The model itself is unchanged and
+can run meanwhile.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,18 @@ def make_twin(model: PreTrainedModel, arena: Arena) -> PreTrainedModel:
     adapter = adapter_of(model)
     shared = [*model.parameters(), *model.buffers(), *([] if adapter is None else adapter.parameters())]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-    _join_projections(twin, arena)
+    for product in _products(twin):
+        _join(product, arena)
     return twin
+
+
+def room_for_adapter(model: PreTrainedModel, places: int) -> dict[str, int]:
+    """Rows to leave free behind weights, by name, for the first matrices of so many versions of the model's adapter."""
+    return {
+        product.weights[-1]: places * sum(len(target.down) for target in product.targets)
+        for product in _products(model)
+        if product.targets
+    }
 
 
 def attach_cache(model: PreTrainedModel, cache: PagedCache) -> None:
@@ -49,18 +60,27 @@ def attach_cache(model: PreTrainedModel, cache: PagedCache) -> None:
 
 
 class _Part(nn.Module):
-    """One of several linear layers, as a slice of their joint product, which the compiler computes once."""
+    """A linear layer as a slice of a product that the compiler computes once: of layers that read the same input, followed by
+    the first matrices of their adapter, version by version."""
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, start: int, stop: int, targets: Sequence[Target]) -> None:
-        """`targets`: all of them, if an adapter targets them."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> None:
         super().__init__()
-        self.headrace_targets = tuple(targets)
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self._start, self._stop = start, stop
+        self.headrace_targets: Sequence[Target] = ()
+        self.headrace_target: Target | None = None
+        self.headrace_room: Tensor | None = None
+
+    def add_targets(self, targets: Sequence[Target], index: int) -> None:
+        """An adapter's targets: those of all the product's layers, of which this one's is at `index`."""
+        self.headrace_targets, self.headrace_target = tuple(targets), targets[index]
+        rows, ranks = sum(len(target.up) for target in targets), [len(target.down) for target in targets]
+        if len(self.weight) > rows:
+            self.headrace_room = self.weight[rows:].unflatten(0, (-1, sum(ranks))).split(ranks, dim=1)[index]
 
     def forward(self, hidden: Tensor) -> Tensor:
         output = F.linear(hidden, self.weight, self.bias)
@@ -70,27 +90,54 @@ class _Part(nn.Module):
         return output[..., self._start : self._stop]
 
 
-def _join_projections(model: PreTrainedModel, arena: Arena) -> None:
-    for path, module in list(model.named_modules()):
-        for names in _TOGETHER:
-            parts = [getattr(module, name, None) for name in names]
-            if all(type(part) is nn.Linear for part in parts):
-                _join(module, names, cast("list[nn.Linear]", parts), arena, path)
+class _Product(NamedTuple):
+    """Linear layers of a module that are computed as one product."""
+
+    module: nn.Module
+    names: Sequence[str]
+    """Of the module's children."""
+    weights: Sequence[str]
+    """Of their weights, in the model."""
+    parts: list[nn.Linear]
+    targets: list[Target]
+    """Of an adapter: one for each layer, or none."""
 
 
-def _join(module: nn.Module, names: Sequence[str], parts: list[nn.Linear], arena: Arena, path: str) -> None:
-    has_bias = [part.bias is not None for part in parts]
-    targets = [target for target in map(target_of, parts) if target is not None]
-    if len(set(has_bias)) > 1 or len(targets) not in (0, len(parts)):
+def _products(model: PreTrainedModel) -> list[_Product]:
+    """Layers that read the same input, and single ones that an adapter targets."""
+    found: list[_Product] = []
+    for path, module in model.named_modules():
+        single = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+        for names in (*_TOGETHER, *((name,) for name in list(single))):
+            parts = [single[name] for name in names if name in single]
+            targets = [target for target in map(target_of, parts) if target is not None]
+            are_alike = len({part.bias is None for part in parts}) == 1 and len(targets) in (0, len(parts))
+            if len(parts) == len(names) and are_alike and (targets or len(parts) > 1):
+                weights = [f"{path}.{name}.weight" for name in names]
+                found.append(_Product(module, names, weights, parts, targets))
+                for name in names:
+                    del single[name]
+    return found
+
+
+def _join(product: _Product, arena: Arena) -> None:
+    weight = _joined(arena, product.weights)
+    if weight is None:
         return
-    weight = _joined(arena, [f"{path}.{name}.weight" for name in names])
-    bias = _joined(arena, [f"{path}.{name}.bias" for name in names]) if has_bias[0] else None
-    if weight is None or (has_bias[0] and bias is None):
-        return
+    bias = None
+    if product.parts[0].bias is not None:
+        bias = _joined(arena, [f"{name.removesuffix('weight')}bias" for name in product.weights])
+        if bias is None:
+            return
+        if len(weight) > len(bias):  # a copy will do: beside an adapter the model's own tensors never change
+            bias = torch.cat([bias, bias.new_zeros(len(weight) - len(bias))])
     start = 0
-    for name, part in zip(names, parts, strict=True):
-        setattr(module, name, _Part(weight, bias, start, start + part.out_features, targets))
-        start += part.out_features
+    for index, (name, linear) in enumerate(zip(product.names, product.parts, strict=True)):
+        part = _Part(weight, bias, start, start + linear.out_features)
+        if product.targets:
+            part.add_targets(product.targets, index)
+        setattr(product.module, name, part)
+        start += linear.out_features
 
 
 def _joined(arena: Arena, names: Sequence[str]) -> Tensor | None:

@@ -11,19 +11,19 @@ A step runs in the smallest bucket that holds it: as a CUDA graph of the twin or
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from headrace.engine.native.cuda import compiled
-from headrace.engine.native.cuda.adapters import AdapterBank
 from headrace.engine.native.cuda.buckets import PROMPT_BUCKETS, Buckets, split_chunks, tiles_of
 from headrace.engine.native.cuda.graphs import GraphCapture
 from headrace.engine.native.cuda.slot_state import SLOT_FIELDS, SlotState
 from headrace.engine.native.plain_runner import PlainRunner
 from headrace.engine.native.step import Runner, StepOutput, StepPlan
-from headrace.model import adapter_of, can_group_experts, find_readable_routers
+from headrace.model import can_group_experts, find_readable_routers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from headrace.engine.native.cuda.adapters import AdapterBank
     from headrace.engine.native.cuda.buckets import Bucket
     from headrace.engine.native.kv_cache import PagedCache
     from headrace.engine.native.step import Chunk, Slots
     from headrace.engine.shaping import TopLogprobs
-    from headrace.model import Arena, Head, Routers
+    from headrace.model import Head, Routers
     from headrace.records import Array
 
 _STOPS = 16
@@ -45,8 +46,8 @@ _NO_IDS = np.zeros(0, dtype=np.int32)
 class _Part(NamedTuple):
     """One graph's share of a step."""
 
-    host: Tensor  # [2 × bucket] int32: a copy of the bucket's `out`, in borrowed memory
-    size: int
+    host: Tensor  # a copy of the bucket's `out`, flat, in borrowed memory
+    shape: tuple[int, ...]  # of that
     rows: int
     masks: list[Array] | None
 
@@ -124,17 +125,14 @@ class CudaRunner(Runner):
         slots: Slots,
         *,
         routers: Routers | None,
-        adapter_arena: Arena | None = None,
+        bank: AdapterBank | None = None,
         prompt_buckets: Sequence[int] = PROMPT_BUCKETS,
     ) -> None:
         """`twin`: made from the model before it got the routers' hooks; graphs run the twin, eager steps the model.
-        `adapter_arena`: of the model's adapter, if it has one."""
+        `bank`: of the model's adapter, if it has one."""
         self.cache, self._slots, self._model = cache, slots, model
         self._device = next(model.parameters()).device
-        adapter = adapter_of(model)
-        self._bank: AdapterBank | None = None
-        if adapter is not None and adapter_arena is not None:
-            self._bank = AdapterBank(adapter, adapter_arena, slots=len(slots.length))
+        self._bank = bank
         for each in (model, twin):
             compiled.attach_cache(each, cache)
             if self._bank is not None:
@@ -144,7 +142,14 @@ class CudaRunner(Runner):
         self._state = SlotState.make(slots=self._nobody, blocks=slots.table.shape[1], stops=_STOPS, device=self._device)
         by_model = {model: routers, twin: find_readable_routers(twin)}
         self.buckets = Buckets(
-            self._state, head, cache, routers=by_model, bank=self._bank, prompt_buckets=prompt_buckets, device=self._device
+            self._state,
+            head,
+            cache,
+            routers=by_model,
+            bank=self._bank,
+            prompt_buckets=prompt_buckets,
+            records_entropy=slots.entropies is not None,
+            device=self._device,
         )
         self.graphs: GraphCapture = GraphCapture(
             self.buckets, self._state, twin, compiles=can_group_experts(twin), device=self._device
@@ -168,6 +173,10 @@ class CudaRunner(Runner):
 
     def hold_adapters(self) -> None:
         self._has_new_adapters = True
+
+    def exchanged(self) -> None:
+        if self._bank is not None:
+            self._bank.fill_rooms()
 
     @torch.no_grad()
     def launch(self, plan: StepPlan) -> _StepInFlight:
@@ -196,8 +205,9 @@ class CudaRunner(Runner):
         if shaped.is_empty:
             return rest, _NOT_SHAPED
         output, rows = self._plain.launch(shaped), np.flatnonzero(is_shaped)
-        host = np.stack([output.token_ids.astype(np.int32), output.logprobs.view(np.int32)])
-        part = _Part(torch.from_numpy(host.reshape(-1)), len(rows), len(rows), output.masks)
+        bits = [each.view(np.int32) for each in (output.logprobs, output.entropies) if each is not None]
+        host = np.stack([output.token_ids.astype(np.int32), *bits])
+        part = _Part(torch.from_numpy(host.reshape(-1)), host.shape, len(rows), output.masks)
         order = np.argsort(np.argsort(~is_shaped, kind="stable"))
         return rest, _ShapedRows([part], order, {int(rows[row]): top for row, top in output.tops.items()})
 
@@ -205,16 +215,17 @@ class CudaRunner(Runner):
         assert isinstance(launched, _StepInFlight)
         self._stream.wait(launched.done)
         parts = launched.parts
-        outputs = [part.host.numpy()[: 2 * part.size].reshape(2, part.size)[:, : part.rows] for part in parts]
-        tokens, logprobs = np.concatenate(outputs, axis=1)
+        outputs = [part.host.numpy()[: math.prod(part.shape)].reshape(part.shape)[:, : part.rows] for part in parts]
+        output = np.concatenate(outputs, axis=1)
         masks = None
         if any(part.masks is not None for part in parts):
             masks = [row for part in parts for row in part.masks or [_NO_IDS] * part.rows]
         for buffer in launched.lent:
             self._stream.give_back(buffer)
         if (order := launched.shaped.order) is not None:
-            tokens, logprobs, masks = tokens[order], logprobs[order], masks and [masks[row] for row in order.tolist()]
-        return StepOutput(tokens, logprobs.view(np.float32), masks, launched.shaped.tops)
+            output, masks = output[:, order], masks and [masks[row] for row in order.tolist()]
+        tokens, logprobs, *entropies = output[0], *output[1:].view(np.float32)
+        return StepOutput(tokens, logprobs, masks, launched.shaped.tops, *entropies)
 
     def in_order(self) -> contextlib.AbstractContextManager[object]:
         return self._stream.entered()
@@ -338,7 +349,7 @@ class CudaRunner(Runner):
             masks = [_NO_IDS] * len(sampling)
             for row, mask in zip(needing.tolist(), self._mask_rows(allowed, needing), strict=True):
                 masks[row] = mask
-        return _Part(host, bucket.out.shape[1], len(sampling), masks)
+        return _Part(host, bucket.out.shape, len(sampling), masks)
 
     def _mask_rows(self, allowed: Tensor, needing: Array) -> list[Array]:
         """`SamplingMask.make_row` of these rows, without bringing them to the host."""

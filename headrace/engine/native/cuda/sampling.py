@@ -37,20 +37,31 @@ def restrict(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, 
     return allowed
 
 
-def sample(logits: Tensor, slots: Tensor, state: SlotState, scaling: Scaling, out_tokens: Tensor, out_logprobs: Tensor) -> None:
-    """Write each row's token to `out_tokens` (-1 where the rollout had ended) and `out_logprobs`, and update its slot."""
+def sample(
+    logits: Tensor,
+    slots: Tensor,
+    state: SlotState,
+    scaling: Scaling,
+    out_tokens: Tensor,
+    out_logprobs: Tensor,
+    out_entropies: Tensor | None = None,
+) -> None:
+    """Write each row's token to `out_tokens` (-1 where the rollout had ended), its logprob and, if there is room for it, the
+    entropy of what it was sampled from, and update its slot."""
     rows, vocabulary = logits.shape
     size = min(_CHUNK, triton.next_power_of_2(vocabulary))
     chunks = triton.cdiv(vocabulary, size)
     tops = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
     sums, bests = torch.empty_like(tops), torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
+    moments = sums if out_entropies is None else torch.empty_like(tops)
     chunk_kernel[(chunks, rows)](
-        logits, slots, state.sampling, tops, sums, bests, vocabulary, logits.stride(0),
-        *scaling.values, **scaling.flags, CHUNKS=chunks, CHUNK=size, num_warps=4,
+        logits, slots, state.sampling, tops, sums, bests, moments, vocabulary, logits.stride(0),
+        *scaling.values, **scaling.flags, CHUNKS=chunks, CHUNK=size, HAS_ENTROPY=out_entropies is not None, num_warps=4,
     )  # fmt: skip
     sample_kernel[(rows,)](
         logits, slots, state.sampling, state.seeds, state.lengths, state.limits, state.alive, state.tokens, state.stops,
-        tops, sums, bests, out_tokens, out_logprobs, vocabulary, logits.stride(0), state.stops.shape[1],
+        tops, sums, bests, moments, out_tokens, out_logprobs, out_logprobs if out_entropies is None else out_entropies,
+        vocabulary, logits.stride(0), state.stops.shape[1],
         *scaling.values, **scaling.flags, CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=size,
-        STOPS_PAD=triton.next_power_of_2(state.stops.shape[1]), num_warps=4,
+        STOPS_PAD=triton.next_power_of_2(state.stops.shape[1]), HAS_ENTROPY=out_entropies is not None, num_warps=4,
     )  # fmt: skip

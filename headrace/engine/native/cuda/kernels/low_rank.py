@@ -1,7 +1,8 @@
 """An adapter's two matrix products; launched, and explained, by `cuda.adapters`.
 
-Every row has its own version, at its `place`. A tile of rows computes each version between its lowest and highest
-place, with the rows of other versions set to zero: once, where rows are sorted by version.
+The first is launched only where the linear layer's own product did not compute it. Every row has its own version, at its
+`place`. A tile of rows computes each version between its lowest and highest place, with the rows of other versions set to zero:
+once, where rows are sorted by version.
 """
 
 from __future__ import annotations
@@ -57,11 +58,13 @@ def down_kernel(
 @triton.jit
 def up_kernel(
     output, between, up_0, up_1, up_2, places, out,
-    rows, width_0, width_1, width_2, tiles_0, tiles_1, place_stride, output_stride, out_stride, between_stride, scale,
+    rows, width_0, width_1, width_2, tiles_0, tiles_1,
+    place_stride, output_stride, out_stride, between_stride, between_place_stride, part_stride, scale,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out = output + scale · (sum of the splits of `between`) · up, rounded where separate operations round."""
+    """out = output + scale · (sum of the splits of `between`, at the row's place) · up, rounded where separate operations
+    round."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     up, part, width, offset = up_0, 0, width_0, 0
@@ -76,8 +79,9 @@ def up_kernel(
     number = out.dtype.element_ty
     inner = tl.zeros((ROWS, RANK_PAD), dtype=tl.float32)
     for split in tl.static_range(SPLITS):
-        at = between + (split * rows + row).to(tl.int64)[:, None] * between_stride + (part * RANK_PAD + rank)[None, :]
-        inner += tl.load(at, mask=is_row[:, None], other=0.0)
+        at = between + (split * rows + row).to(tl.int64)[:, None] * between_stride + (part * part_stride + rank)[None, :]
+        at += place[:, None] * between_place_stride
+        inner += tl.load(at, mask=is_row[:, None] & (rank < RANK)[None, :], other=0.0).to(tl.float32)
     inner = inner.to(number)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     matrix = up + lowest.to(tl.int64) * place_stride

@@ -34,11 +34,12 @@ def _scaled(logits, temperature, divisor, factor, softcap, HAS_DIVISOR: tl.const
 
 @triton.jit
 def chunk_kernel(
-    logits, slots, sampling, tops, sums, bests, vocabulary, logits_row,
+    logits, slots, sampling, tops, sums, bests, moments, vocabulary, logits_row,
     divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """One row's maximum, sum of exponentials and best token in one chunk of the vocabulary."""
+    """One row's maximum, sum of exponentials and best token in one chunk of the vocabulary; with entropies, `moments` gets the
+    sum of each exponential times its exponent."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(sampling + tl.load(slots + row).to(tl.int64) * 4)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -51,14 +52,17 @@ def chunk_kernel(
     tl.store(tops + row * CHUNKS + chunk, top)
     tl.store(sums + row * CHUNKS + chunk, tl.sum(shifted, axis=0))
     tl.store(bests + row * CHUNKS + chunk, tl.argmax(known, axis=0) + chunk * CHUNK)
+    if HAS_ENTROPY:
+        exponents = tl.where(x == float("-inf"), 0.0, x - tl.maximum(top, -1e30))  # 0 · -inf is NaN
+        tl.store(moments + row * CHUNKS + chunk, tl.sum(shifted * exponents, axis=0))
 
 
 @triton.jit
 def sample_kernel(
-    logits, slots, sampling, seeds, lengths, limits, alive, tokens, stops, tops, sums, bests, out_tokens, out_logprobs,
-    vocabulary, logits_row, num_stops,
+    logits, slots, sampling, seeds, lengths, limits, alive, tokens, stops, tops, sums, bests, moments,
+    out_tokens, out_logprobs, out_entropies, vocabulary, logits_row, num_stops,
     divisor, factor, softcap, HAS_DIVISOR: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, STOPS_PAD: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, STOPS_PAD: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """One row's token (the chunk its random number falls into, then the token in it), and its slot's new state."""
     row = tl.program_id(0)
@@ -71,7 +75,8 @@ def sample_kernel(
     top_of = tl.load(tops + row * CHUNKS + chunk, mask=is_chunk, other=float("-inf"))
     top = tl.max(top_of, axis=0)
     weights = tl.load(sums + row * CHUNKS + chunk, mask=is_chunk, other=0.0).to(tl.float64)
-    weights = weights * tl.exp(tl.maximum(top_of, -1e30) - tl.maximum(top, -1e30)).to(tl.float64)
+    gaps = tl.maximum(top_of, -1e30) - tl.maximum(top, -1e30)
+    weights = weights * tl.exp(gaps).to(tl.float64)
     total = tl.sum(weights, axis=0)
     reached = tl.cumsum(weights, axis=0)
     goal = number * total
@@ -105,6 +110,10 @@ def sample_kernel(
         tl.store(alive + slot, goes_on.to(tl.int32))
     tl.store(out_tokens + row, tl.where(is_alive, sampled, -1))
     tl.store(out_logprobs + row, logprob)
+    if HAS_ENTROPY:  # log Σ exp(x) - Σ p x, with x relative to the row's maximum
+        moment = tl.load(moments + row * CHUNKS + chunk, mask=is_chunk, other=0.0).to(tl.float64) * tl.exp(gaps).to(tl.float64)
+        entropy = tl.log(total) - tl.sum(moment + weights * gaps.to(tl.float64), axis=0) / total
+        tl.store(out_entropies + row, tl.where(temperature == 0, 0.0, entropy).to(tl.float32))
 
 
 @triton.jit

@@ -1,0 +1,72 @@
+"""What answers over HTTP have in common: JSON bodies, errors as OpenAI tells them, server-sent events."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from aiohttp import web
+
+from headrace.engine.protocol import PromptTooLong, UnusablePrompt
+from headrace.engine.server.body import ApiError, Body
+from headrace.engine.shaping import GrammarError
+
+MAX_BODY = 16 * 2**20
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}  # of errors, by status
+_log = logging.getLogger("headrace.server")
+
+
+class Events(web.StreamResponse):
+    """A stream of server-sent events, which starts with status 200 and may still fail."""
+
+    failed_with = 200
+
+    def __init__(self) -> None:
+        super().__init__(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+    async def send(self, event: dict[str, Any], *, name: str = "") -> None:
+        """One event; those of OpenAI's responses have names."""
+        head = f"event: {name}\n" if name else ""
+        await self.write(f"{head}data: {json.dumps(event)}\n\n".encode())
+
+
+def bearer(request: web.Request) -> str:
+    """The token that a request sends, or an empty text."""
+    kind, _, given = request.headers.get("Authorization", "").partition(" ")
+    return given.strip() if kind.lower() == "bearer" else ""
+
+
+async def read_body(request: web.Request) -> Body:
+    """A JSON body. Other content types are refused, so that web pages cannot post here through a browser."""
+    raw = await request.read()
+    if raw and request.content_type != "application/json":
+        raise ApiError(415, f"Content-Type must be application/json, not {request.content_type}")
+    return Body.parse(raw)
+
+
+def error_response(error: Exception) -> web.Response:
+    told = explain(error)
+    headers = dict(_HEADERS.get(told.status, {}))
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        headers["Allow"] = error.headers["Allow"]
+    if isinstance(error, web.RequestPayloadError):  # the rest cannot be read, so the connection takes no more requests
+        headers["Connection"] = "close"
+    return web.json_response(told.body(), status=told.status, headers=headers)
+
+
+def explain(error: Exception) -> ApiError:
+    """What a client is told about a failure."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, web.HTTPException):
+        return ApiError(error.status, error.text or error.reason)
+    if isinstance(error, web.RequestPayloadError):
+        return ApiError(400, "the body cannot be read: it is not what its Content-Encoding or Transfer-Encoding says")
+    if isinstance(error, UnusablePrompt):
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        return ApiError(400, str(error), param="prompt", code=code)
+    if isinstance(error, GrammarError):
+        return ApiError(400, f"the grammar cannot be followed: {error}", code="grammar_failed")
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, f"the server failed: {type(error).__name__}")

@@ -1,0 +1,112 @@
+"""Tools of an MCP server (`pip install mcp`), which is started, or connected to, once for all episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+_ALIVE_SECONDS = 30.0
+"""Within which a server lists its tools; one that runs a long tool in its event loop is not dead."""
+
+
+class McpServer:
+    """A server by its URL or its command. It is opened when first needed, and again when it has ended."""
+
+    def __init__(self, address: str) -> None:
+        try:
+            import mcp  # noqa: F401
+        except ImportError as error:
+            problem = f"environment.tools = 'mcp:{address}': the package mcp is not installed"
+            raise ConfigError(f"{problem}; pip install headrace[mcp]") from error
+        self._address = address
+        self._client: asyncio.Future[Client] | None = None
+        self._holder: asyncio.Task[None] | None = None
+
+    async def tools(self) -> list[dict[str, Any]]:
+        """Their schemas, in OpenAI's form."""
+        client, found, cursor = await self._open(), list[Any](), None
+        if not await _is_alive(client):
+            await self._drop(client)
+            client = await self._open()
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        return [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+            }
+            for tool in found
+        ]
+
+    async def call(self, name: str, /, **arguments: Any) -> str:  # noqa: ANN401  (what the policy wrote)
+        """The text of the result; an error of the tool raises."""
+        client = await self._open()
+        try:
+            result = await client.call_tool(name, arguments)
+        except Exception:
+            if not await _is_alive(client):
+                await self._drop(client)  # the next call opens another
+            raise
+        text = "\n".join(getattr(part, "text", f"({part.type})") for part in result.content)
+        if result.is_error:
+            raise RuntimeError(text)
+        return text
+
+    async def _open(self) -> Client:
+        """Woken by the task that holds the connection, since it must be closed by the task that opened it."""
+        if self._client is None or self._holder is None or self._holder.done() or self._client.get_loop() is not _loop():
+            self._client = _loop().create_future()
+            self._holder = _loop().create_task(self._hold(self._client))
+        return await asyncio.shield(self._client)
+
+    async def _hold(self, opened: asyncio.Future[Client]) -> None:
+        from mcp import Client, StdioServerParameters
+
+        server: Any = self._address
+        if not self._address.startswith(("http://", "https://")):
+            command, *arguments = shlex.split(self._address)
+            server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ), cwd=os.getcwd())
+        try:
+            async with Client(server) as client:
+                opened.set_result(client)
+                await asyncio.Event().wait()
+        except Exception as error:
+            if opened.done():
+                raise
+            opened.set_exception(ConnectionError(f"the MCP server {self._address!r} does not answer: {error}"))
+            opened.exception()
+
+    async def _drop(self, client: Client) -> None:
+        """Close this connection, unless another episode has done so and opened the next."""
+        if self._client is not None and self._client.done() and self._client.result() is client:
+            await self.close()
+
+    async def close(self) -> None:
+        holder, self._holder, self._client = self._holder, None, None
+        if holder is not None and holder.get_loop() is _loop():
+            holder.cancel()
+            await asyncio.wait({holder}, timeout=10.0)
+
+
+async def _is_alive(client: Client) -> bool:
+    try:
+        async with asyncio.timeout(_ALIVE_SECONDS):
+            await client.list_tools()
+    except Exception:  # noqa: BLE001  (whatever a broken connection raises)
+        return False
+    return True
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()

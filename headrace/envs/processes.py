@@ -1,0 +1,168 @@
+"""Environments in processes of their own: `environment.processes`.
+
+        launcher                                            process (`headrace.launch.environment_child`)
+        run(task, client) ──── run: task, names ──────────► the environment's run(task, client)
+           generate at the engines ◄── generate: tokens ───  client.generate
+                              ─── tokens, logprobs … ──────►
+           ◄──────────────────── the episode ──────────────
+
+Rollouts and episodes cross as columns, as between all processes; nothing is pickled. A process that dies, or does not end an
+episode that is cancelled, is replaced, and the episodes in it fail: they are run again, as after any failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine import PromptTooLong, UnusablePrompt
+from headrace.envs.single_turn import EnvironmentFailed, is_of
+from headrace.helper_process import how_it_ended, kill_helper, start_helper
+from headrace.records import frames, pack_rollouts, unpack_episodes, unpack_rollouts
+from headrace.rpc import Peer, RemoteError, StreamClosed, open_socket
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.envs.client import EngineClient
+    from headrace.records import Episode, Plain
+
+_START_SECONDS = 300.0
+"""How long a process may take to import and make its environment."""
+_CANCEL_SECONDS = 5.0
+"""How long a cancelled episode may take to end, before its process is killed."""
+_MAX_BYTES = 1 << 30
+"""Of an episode or rollout that a process sends."""
+REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt}
+"""Errors that keep their kind between processes."""
+
+
+class ProcessEnvironment:
+    """An environment that runs in `num` processes, started when first needed. Each episode goes to the one with fewest."""
+
+    def __init__(
+        self, name: str, build: dict[str, Any], *, num: int, concurrency: int, can_resume: bool, log: Path | None
+    ) -> None:
+        """`build`: the plain settings that the process makes the environment from. What it prints goes to `log`."""
+        self.name, self.can_resume = name, can_resume
+        self.places = asyncio.Semaphore(concurrency) if concurrency else None
+        self._build, self._num, self._log = build, num, log
+        self._processes: list[_Process] = []
+        self.num_ended = 0
+        """Processes that died or were killed."""
+
+    async def run(self, task: dict[str, Plain], client: EngineClient) -> Episode:
+        return await self._process().run(task, client)
+
+    def _process(self) -> _Process:
+        """The one with fewest episodes; another if not all have been started."""
+        alive = [process for process in self._processes if not process.has_ended]
+        self.num_ended += len(self._processes) - len(alive)
+        self._processes = alive
+        idle = min(alive, key=lambda process: len(process.clients), default=None)
+        if idle is None or (idle.clients and len(alive) < self._num):
+            idle = _Process(self._build, log=self._log)
+            self._processes.append(idle)
+        return idle
+
+    async def serve(self) -> None:
+        """Runs beside the loops; when it is cancelled, the processes end."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for process in self._processes:
+                process.kill()
+            self._processes = []
+
+
+class _Process:
+    """One process and the clients of the episodes in it."""
+
+    def __init__(self, build: dict[str, Any], *, log: Path | None) -> None:
+        self.clients: dict[str, EngineClient] = {}
+        self._calls: dict[int, tuple[str, asyncio.Task[Any]]] = {}  # generate calls by number, with their episode
+        self.has_ended, self._build = False, build
+        own, other = socket.socketpair()
+        with other, contextlib.nullcontext() if log is None else log.open("a") as file:
+            arguments: dict[str, Any] = {"log": 2 if file is None else file, "pass_fds": [other.fileno()]}
+            self._process = start_helper("headrace.launch.environment_child", str(other.fileno()), stdin=-3, **arguments)
+        self._started: asyncio.Task[Peer] = asyncio.ensure_future(self._start(own))
+        self._reading: asyncio.Task[None] | None = None
+
+    async def _start(self, own: socket.socket) -> Peer:
+        calls, notices = {"generate": self._generate}, {"cancel": self._cancel}
+        peer = Peer(await open_socket(own), calls=calls, notices=notices, max_bytes=_MAX_BYTES)
+        self._reading = asyncio.ensure_future(self._read(peer))
+        await peer.call("start", timeout=_START_SECONDS, build=self._build)
+        return peer
+
+    async def _read(self, peer: Peer) -> None:
+        try:
+            await peer.run()
+        except (StreamClosed, frames.WireError):
+            pass
+        finally:
+            self.kill()
+            peer.stream.close()
+
+    async def run(self, task: dict[str, Plain], client: EngineClient) -> Episode:
+        self.clients[client.episode] = client
+        try:
+            peer = await asyncio.shield(self._started)
+            names = {"episode": client.episode, "group": client.group, "index": client.index, "policy": client.policy}
+            answer = peer.begin("run", task=task, names=names)
+            try:
+                await asyncio.wait({answer})
+            except asyncio.CancelledError:
+                with contextlib.suppress(StreamClosed):
+                    peer.notify("cancel", client.episode)
+                    if not (await asyncio.wait({answer}, timeout=_CANCEL_SECONDS))[0]:
+                        self.kill()
+                raise
+            (episode,) = unpack_episodes(answer.result())
+            return episode
+        except RemoteError as error:
+            if error.is_config:
+                raise ConfigError(error.message) from error
+            if error.kind in REFUSALS:
+                raise REFUSALS[error.kind](error.message) from error
+            raise EnvironmentFailed(f"raised {error}{error.frame and f', {error.frame}'}") from error
+        except (StreamClosed, TimeoutError) as error:
+            self.kill()
+            status = await asyncio.to_thread(self._process.wait)
+            raise EnvironmentFailed(f"lost its process, which {how_it_ended(status)}") from error
+        finally:
+            del self.clients[client.episode]
+            for name, call in list(self._calls.values()):  # of tasks that the environment left behind
+                if name == client.episode:
+                    call.cancel()
+
+    def _cancel(self, number: int) -> None:
+        if number in self._calls:
+            self._calls[number][1].cancel()
+
+    async def _generate(
+        self, episode: str, rollout: dict[str, Any], max_tokens: int, stop: list[str], number: int
+    ) -> dict[str, Any]:
+        (prompt,) = unpack_rollouts(rollout)
+        client = self.clients.get(episode)
+        if client is None or prompt.episode != episode:
+            raise LookupError(f"episode {episode!r} does not run here")
+        if prompt.id in client.generated and not is_of(prompt, client.generated[prompt.id]):
+            raise ValueError(f"rollout {prompt.id!r} has other sampled tokens than the engine's")
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[number] = episode, task
+        try:
+            return pack_rollouts([await client.generate(prompt, max_tokens=int(max_tokens), stop=tuple(map(str, stop)))])
+        except asyncio.CancelledError:
+            raise RuntimeError("cancelled") from None
+        finally:
+            del self._calls[number]
+
+    def kill(self) -> None:
+        self.has_ended = True
+        kill_helper(self._process)

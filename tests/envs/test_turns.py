@@ -1,0 +1,270 @@
+"""Turns over real chat templates. The oracle is the template itself: if the policy writes what the template would print, a
+rollout's text must be the template's text of all messages; and what the policy sampled is in the loss once, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+from templates import tokenizer_of
+
+from headrace.engine import PromptTooLong
+from headrace.envs import EngineClient, PromptEncoder
+from headrace.model.tiny import build_tokenizer
+from headrace.records import Call, FinishReason, Rollout, Sampling, Source
+from headrace.settings import ConfigError
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Does {name}.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+        },
+    }
+    for name in ("look", "add_up")
+]
+CALLS = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "llama3_1", "llama3_2"]
+"""Templates whose form of calls is parsed."""
+CHATS = [*CALLS, "llama3", "gemma", "gemma3", "phi3", "phi3_5", "deepseekv3", "deepseek_r1_distill", "cohere", "lfm2_2_5"]
+REWRITES = {"qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "deepseek_r1_distill", "deepseekv3"}
+"""Templates that drop earlier thinking when the user writes again."""
+WORDS = ["7 + 5", "it is 12.", "ok", "Größe: 3\n\nmore", "<b>x</b>", "a  b", '{"x": [1, 2]}', "naïve 漢字 🙂", "the end"]
+
+
+class Scripted:
+    """An engine whose policy says what it is told, in pieces that no tokenizer would choose."""
+
+    def release(self, ids: list[str]) -> None: ...
+
+    def __init__(self, tokenizer, *, seed: int = 0, context: int = 1 << 30) -> None:
+        self.tokenizer, self.random, self.context = tokenizer, random.Random(seed), context
+        self.says, self.sampled, self.seen = [], [], []
+
+    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        if len(rollout) >= self.context:
+            raise PromptTooLong("full")
+        self.seen.append(rollout)
+        text, reason = self.says.pop(0)
+        ids = []
+        while text:
+            piece = text[: self.random.randint(1, 9)]
+            for special in self.tokenizer.all_special_tokens:
+                if special in text[: len(piece) + len(special)]:
+                    piece = special if text.startswith(special) else text[: text.index(special)]
+                    break
+            ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+            text = text[len(piece) :]
+        self.sampled += ids
+        how = {"engine": "x", "sampling": sampling, "finish_reason": reason, "started": 0.0, "finished": 0.0}
+        return rollout.extend(
+            Call(start=len(rollout), stop=len(rollout) + len(ids), **how),
+            token_ids=np.array(ids, dtype=np.int32),
+            logprobs=np.full(len(ids), -1.0, dtype=np.float32),
+            versions=np.zeros(len(ids), dtype=np.int32),
+            policy="policy",
+            lineage="",
+        )
+
+
+def client_of(tokenizer, **more) -> tuple[EngineClient, Scripted]:
+    engine = Scripted(tokenizer, **more)
+    names = {"episode": "g0/0", "group": "g0", "index": 0}
+    return EngineClient(engine=engine, encoder=PromptEncoder(tokenizer), **names, sampling=Sampling(), seed=1), engine
+
+
+def check_trained(rollouts: tuple[Rollout, ...], engine: Scripted) -> None:
+    """The tokens in the loss are those that were sampled, each once and in order."""
+    assert [int(i) for each in rollouts for i in each.token_ids[each.loss_mask]] == engine.sampled
+    for rollout in rollouts:
+        assert not (rollout.loss_mask & ~rollout.is_sampled).any()
+        assert (rollout.logprobs[rollout.loss_mask] == -1).all()
+
+
+def answer(rng: random.Random, name: str, *, calls: bool, thinks: bool) -> dict:
+    message = {"role": "assistant", "content": rng.choice([*WORDS, ""]) if calls else rng.choice(WORDS)}
+    if calls:
+        count = 1 if name.startswith("llama") else rng.randint(1, 2)
+        if name.startswith("llama"):
+            message["content"] = ""
+        made = [{"name": rng.choice(["look", "add_up"]), "arguments": {"a": rng.choice(WORDS)}} for _ in range(count)]
+        message["tool_calls"] = [{"id": f"call{n:05d}", "type": "function", "function": each} for n, each in enumerate(made)]
+    if thinks:
+        message["reasoning_content"] = rng.choice(WORDS)
+    return message
+
+
+def as_written(encoder: PromptEncoder, messages: list, message: dict, **how) -> str:
+    """What the template prints for an answer, behind what it prints before; else the answer in the form of its prompt."""
+    before, whole = encoder.render(messages, **how), encoder.render([*messages, message], answers=False, **how)
+    if whole.startswith(before):
+        return whole[len(before) :]
+    end = whole[whole.rindex(message["content"]) + len(message["content"]) :]
+    return ("hm\n</think>\n\n" if before.endswith("<think>\n") else "") + message["content"] + end
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", CHATS)
+def test_a_conversation_is_what_its_template_prints(name: str, seed: int) -> None:
+    rng, tokenizer = random.Random(seed), tokenizer_of(name)
+    client, engine = client_of(tokenizer, seed=seed)
+    encoder, tools = client.encoder, TOOLS if name in CALLS and rng.random() < 0.7 else ()
+    has_system = name not in ("gemma", "deepseek_r1_distill") and rng.random() < 0.5
+    may_think = "reasoning_content" in tokenizer.chat_template and name != "qwen3_5_nothink"
+    thinks = may_think and (name != "qwen3" or rng.random() < 0.7)
+    messages = [{"role": "system", "content": "Be brief."}] * has_system + [{"role": "user", "content": rng.choice(WORDS)}]
+
+    async def talk() -> None:
+        nonlocal messages
+        chat = client.chat(list(messages), tools=tools)
+        forks = 0
+        for _ in range(5):
+            said = answer(rng, name, calls=bool(tools) and rng.random() < 0.6, thinks=thinks)
+            text = as_written(encoder, messages, said, tools=tools)
+            ending = min((s for s in tokenizer.all_special_tokens if s in text), key=text.index)
+            text = text[: text.index(ending) + len(ending)]
+            is_cut = rng.random() < 0.3  # the policy does not get to the token that ends its turn
+            engine.says = [
+                (text.removesuffix(ending) if is_cut else text, FinishReason.LENGTH if is_cut else FinishReason.STOP)
+            ]
+            read = await chat.generate()
+            assert [call["function"] for call in read.get("tool_calls", [])] == [
+                c["function"] for c in said.get("tool_calls", [])
+            ]
+            assert read.get("reasoning_content", "").strip() == said.get("reasoning_content", "").strip()
+            assert read["content"].strip().removeprefix("<think>\nhm\n</think>\n\n") == said["content"].strip()
+            before = tokenizer.decode(chat.rollout.token_ids.tolist())
+            new = [{"role": "user", "content": rng.choice(WORDS)}]
+            if read.get("tool_calls"):
+                new = [{"role": "tool", "tool_call_id": c["id"], "content": rng.choice(WORDS)} for c in read["tool_calls"]]
+            messages = [*messages, read, *new]
+            expected, id = encoder.render(messages, tools=tools), chat.rollout.id
+            chat.append(*new)
+            forks += chat.rollout.id != id
+            assert (chat.rollout.id != id) == (not expected.startswith(before)), "it forks if the template rewrites, only then"
+            assert tokenizer.decode(chat.rollout.token_ids.tolist()) == expected
+            assert chat.messages == messages
+        assert len(chat.rollouts) == 1 + forks
+        check_trained(chat.rollouts, engine)
+        for rollout in chat.rollouts[1:]:
+            parent, at = rollout.parent
+            assert (rollout.token_ids[:at] == next(r for r in chat.rollouts if r.id == parent).token_ids[:at]).all()
+        if name not in REWRITES:
+            assert not forks
+
+    asyncio.run(talk())
+
+
+def say(client: EngineClient, engine: Scripted, chat, text: str, reason: FinishReason = FinishReason.STOP) -> dict:
+    engine.says = [(text, reason)]
+    return asyncio.run(chat.generate())
+
+
+def test_what_the_policy_wrote_stays_as_it_wrote_it() -> None:
+    """Spaces and JSON that the template would print otherwise are no rewriting of history."""
+    tokenizer = tokenizer_of("qwen2_5")
+    client, engine = client_of(tokenizer)
+    chat = client.chat([{"role": "user", "content": "hi"}], tools=TOOLS)
+    text = 'Well,   \n\n<tool_call>{"arguments":{"a":"1"},"name":"look"}</tool_call>\n\n<|im_end|>'
+    read = say(client, engine, chat, text)
+    chat.append({"role": "tool", "tool_call_id": read["tool_calls"][0]["id"], "content": "seen"})
+    told = tokenizer.decode(chat.rollout.token_ids.tolist())
+    reply = "\n<|im_start|>user\n<tool_response>\nseen\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert told.endswith(text + reply) and len(chat.rollouts) == 1
+    check_trained(chat.rollouts, engine)
+
+
+def test_tokens_know_where_they_came_from() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    client, engine = client_of(tokenizer)
+    chat = client.chat([{"role": "user", "content": "hi"}], tools=TOOLS)
+    num_prompt = len(chat.rollout)
+    say(client, engine, chat, '<tool_call>\n{"name": "look", "arguments": {"a": "1"}}\n</tool_call>', FinishReason.LENGTH)
+    chat.append({"role": "tool", "content": "a view"}, {"role": "tool", "content": "a view"})
+    say(client, engine, chat, "fine<|im_end|>")
+    chat.append({"role": "user", "content": "more"})
+    rollout = chat.rollout
+    texts = {
+        source: [
+            tokenizer.decode(rollout.token_ids[np.array(span)].tolist())
+            for span in np.split(
+                np.flatnonzero(rollout.source == source),
+                np.flatnonzero(np.diff(np.flatnonzero(rollout.source == source)) > 1) + 1,
+            )
+        ]
+        for source in (Source.TOOL, Source.TEMPLATE, Source.PROMPT)
+    }
+    assert [text.strip() for text in texts[Source.TOOL]] == ["a view", "a view"]
+    assert texts[Source.TEMPLATE][0].startswith("<|im_end|>\n<|im_start|>user"), (
+        "the end of a turn that the policy did not sample"
+    )
+    assert [text.strip() for text in texts[Source.PROMPT][1:]] == ["more"]
+    assert (rollout.source[:num_prompt] == Source.PROMPT).all()
+
+
+def test_text_and_ids_are_appended_as_they_are() -> None:
+    tokenizer = build_tokenizer()
+    client, engine = client_of(tokenizer)
+    engine.says = [("12", FinishReason.STOP), ("3", FinishReason.STOP)]
+    rollout = asyncio.run(client.generate(client.prompt("5")))
+    rollout = client.append(rollout, "low\n")
+    rollout = client.append(rollout, [7, 8], source=Source.TEMPLATE)
+    rollout = asyncio.run(client.generate(rollout))
+    ids = tokenizer("low\n")["input_ids"]
+    assert rollout.token_ids[3 : 3 + len(ids)].tolist() == ids
+    assert rollout.source.tolist() == [0, 1, 1, *[2] * len(ids), 3, 3, 1]
+    assert client.text(rollout) == "12low\n" + tokenizer.decode([7, 8]) + "3"
+    with pytest.raises(ValueError, match="only a generate call"):
+        client.append(rollout, "x", source=Source.SAMPLED)
+    with pytest.raises(ValueError, match="messages are unknown"):
+        client.append(rollout.replace(id="another"), [{"role": "user", "content": "x"}])
+
+
+def test_a_text_prompt_needs_no_template() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    client, engine = client_of(tokenizer)
+    chat = client.chat("2*3=")
+    read = say(client, engine, chat, '<tool_call>{"name": "times", "arguments": {"a": 2}}</tool_call>')
+    assert read["tool_calls"][0]["function"] == {"name": "times", "arguments": {"a": 2}}
+    chat.append({"role": "tool", "content": "6"}, {"role": "user", "content": "So?"})
+    assert client.text(chat.rollout).endswith("<tool_response>\n6\n</tool_response>\nSo?")
+    assert (chat.rollout.source[-3:] == Source.PROMPT).all()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3", "gemma"])
+def test_an_answer_that_the_prompt_began_is_one_message(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    client, engine = client_of(tokenizer)
+    prompt = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}]
+    chat = client.chat(prompt)
+    say(client, engine, chat, " 12.", FinishReason.LENGTH)
+    follows = {"role": "user", "content": "ok"}
+    chat.append(follows)
+    whole = [prompt[0], {"role": "assistant", "content": "It is 12."}, follows]
+    assert tokenizer.decode(chat.rollout.token_ids.tolist()) == client.encoder.render(whole)
+    assert chat.messages == whole and len(chat.rollouts) == 1
+
+
+def test_a_conversation_that_fills_its_context_ends_with_what_was_sampled() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    client, engine = client_of(tokenizer, context=200)
+    chat = client.chat([{"role": "user", "content": "hi"}])
+    say(client, engine, chat, "one<|im_end|>")
+    before = chat.rollout
+    chat.append({"role": "user", "content": "x" * 400})
+    asyncio.run(chat.generate())
+    assert chat.is_truncated and chat.rollout.finish_reason is FinishReason.LENGTH
+    assert chat.rollout.token_ids.tolist() == before.token_ids.tolist() and chat.rollout.id == before.id
+    check_trained(chat.rollouts, engine)
+    with pytest.raises(PromptTooLong):
+        asyncio.run(client.generate(client.prompt("y" * 400)))
+
+
+def test_tools_that_the_template_does_not_show_are_refused() -> None:
+    client, _ = client_of(tokenizer_of("llama3"))
+    with pytest.raises(ConfigError, match="does not show tools"):
+        client.chat([{"role": "user", "content": "hi"}], tools=TOOLS)
