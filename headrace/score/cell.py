@@ -106,7 +106,10 @@ def _be_init(order: dict[str, Any], report: int, given: list[int], alive: int) -
         try:
             _be_program(order, given)
         except BaseException as error:  # noqa: BLE001
-            _tell(report, {"error": f"its program: {error}"})
+            if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
+                os.write(2, b"MemoryError: under these limits no program starts\n")  # the order's fault, not the machine's
+            else:
+                _tell(report, {"error": f"its program: {error}"})
         os._exit(1)
     for descriptor in (0, 1, 2, *given):
         os.close(descriptor)

@@ -459,9 +459,13 @@ def test_a_user_without_privileges_gets_the_same_isolation() -> None:
     assert "output='65534\\n'" in result.stdout and "Errno" in result.stdout, result.stderr
 
 
-def test_limits_that_python_cannot_start_under_are_refused() -> None:
+@pytest.mark.parametrize("memory_mb", [0.1, 1, 2, 4, 8])  # none at all, some for the fork but not for the program, …
+def test_limits_that_python_cannot_start_under_are_refused(memory_mb) -> None:
     with pytest.raises(SandboxUnavailable, match="does not start"):
-        run_code("", memory_mb=4)
+        run_code("", memory_mb=memory_mb)
+
+
+def test_a_limit_must_be_above_zero() -> None:
     with pytest.raises(RewardError, match="seconds = 0: must be a number above 0"):
         run_code("", seconds=0)
 
