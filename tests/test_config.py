@@ -275,7 +275,7 @@ def test_every_section_is_documented() -> None:
         ({"checkpoint.every": 0}, "checkpoint.every = 0"),
         ({"checkpoint.keep": 0}, "checkpoint.keep = 0"),
         ({"buffer.kind": "bounded"}, "buffer.depth = 0: a bounded buffer holds at least 1 batch"),
-        ({"buffer.depth": 1}, "buffer.depth = 1: only buffer.kind = 'bounded' has a depth, not 'auto'"),
+        ({"buffer.depth": 1}, "buffer.depth = 1: only buffer.kind = 'bounded' or 'ring' or 'reserved' has a depth, not 'auto'"),
         ({"buffer": {"kind": "stream", "depth": 1}}, "buffer.depth = 1: only buffer.kind = 'bounded'"),
         (
             {"buffer": {"kind": "bounded", "depth": 3}, "staleness.max_lag": 2},
