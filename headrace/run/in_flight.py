@@ -9,6 +9,7 @@ If the environment says that it can resume, it gets what all its calls returned 
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ class GroupInFlight:
     """Its place in the policy's order of submission."""
     task: Task
     episodes: list[EpisodeInFlight] = field(default_factory=list)
+    submitted_at: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
     """Removed from the table, though some of its episodes may still be finishing."""
 

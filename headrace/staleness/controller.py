@@ -124,12 +124,12 @@ class LagController:
         """The rates are others: what did not pay may pay now."""
         self._too_low = -1
         """A depth that is known not to suffice."""
-        self._enough: int | None = None
-        """The least that is known to suffice."""
-        self._pause, self._wait = _FIRST_PAUSE, 0
-        """Versions to wait before the next raise that may gain nothing, and those left of it."""
+        self._enough = self._limit + 1
+        """The least that is known to suffice; above the limit if none is."""
+        self._pause, self._wait, self._rest = _FIRST_PAUSE, 0, 0
+        """After a change that gained nothing: versions to wait before the next, and those left before the next up or down."""
         self._forgotten_after = _FORGOTTEN_AFTER
-        self._has_tried_turns = self._has_tried_turns and self._groups > 0
+        self._has_tried_turns = not self._shares_device or (self._has_tried_turns and self._groups > 0)
         self._is_sure = True
         """That the trainer waits, which a settled depth must show twice."""
         self._settled: _Window | None = None
@@ -143,7 +143,7 @@ class LagController:
     def observe(self, observation: Observation) -> bool:
         """A version is trained; returns whether the depth has changed."""
         before = self._groups
-        self._wait = max(0, self._wait - 1)
+        self._wait, self._rest = max(0, self._wait - 1), max(0, self._rest - 1)
         if self._is_hopeless(observation):
             assert self._trial is not None
             self._undo(self._trial, _Window.of(deque([observation])))
@@ -209,7 +209,7 @@ class LagController:
         elif now.idle <= MAX_IDLE:
             self.why = f"the trainer waits {now.idle:.1%} of the time, and less ahead might keep it waiting"
             self._is_sure = False
-            self._enough = self._groups if self._enough is None else min(self._enough, self._groups)
+            self._enough = min(self._enough, self._groups)
             self._lower(now, by=now.left if now.idle <= MAX_IDLE / 2 else 0)
         elif not self._is_sure:
             self._is_sure = True
@@ -222,7 +222,7 @@ class LagController:
             self.why = f"the trainer waited {now.idle:.0%} of the time, and engines were idle behind the gate"
             little = round(self._batch * (now.latency / max(now.busy, 1e-9) + 0.5))
             whole = -(-max(self._groups + self._step, min(little, 2 * self._groups + self._batch)) // self._batch) * self._batch
-            is_known = self._enough is not None and self._enough > self._groups
+            is_known = self._groups < self._enough <= self._limit
             self._move((self._groups + self._enough + 1) // 2 if is_known else whole, now)
         else:
             at_limit = "staleness.max_lag_limit is reached" if self._groups == self._limit else "more ahead gains nothing"
@@ -234,7 +234,7 @@ class LagController:
     def _descend(self, now: _Window) -> None:
         """The trainer waits and raising does not help: something else bounds the run, which may be as fast with less lag."""
         self._descent = self._descent or now
-        if self._groups - self._too_low > self._step:
+        if self._groups - self._too_low > self._step and not self._rest:
             self._lower(now, by=max(self._step, self._groups // 2), reference=self._descent)
 
     def _lower(self, now: _Window, *, by: int, reference: _Window | None = None) -> bool:
@@ -258,6 +258,7 @@ class LagController:
             self.why = f"{self._groups / self._batch:.2f} versions ahead would gain {gain:.0%}"
         else:
             self._too_low = self._groups
+            self._rest = self._pause
             self.why = f"with {self._groups / self._batch:.2f} the trainer waited {now.idle:.0%} of the time"
         self._set(trial.depth)
 

@@ -52,21 +52,21 @@ class Pipeline:
     """Engines and trainer each go at half speed while both work."""
     seed: int = 0
 
-    gate: DepthGate = field(init=False)
-    version: int = 0
-    submitted: int = 0
-    now: float = 0.0
-    in_flight: list[Simulated] = field(default_factory=list)
-    scoring: list[Simulated] = field(default_factory=list)
-    buffered: deque[Simulated] = field(default_factory=deque)
-    ahead: list[Simulated] | None = None
-    training: float = -1.0
+    gate: DepthGate = field(init=False, repr=False)
+    version: int = field(default=0, init=False)
+    submitted: int = field(default=0, init=False)
+    now: float = field(default=0.0, init=False)
+    in_flight: list[Simulated] = field(default_factory=list, init=False)
+    scoring: list[Simulated] = field(default_factory=list, init=False)
+    buffered: deque[Simulated] = field(default_factory=deque, init=False)
+    ahead: list[Simulated] | None = field(default=None, init=False)
+    training: float = field(default=-1.0, init=False)
     """Seconds of training left; negative while the trainer waits."""
-    lags: list[float] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list, init=False)
     """Mean lag of each version."""
-    idle: list[float] = field(default_factory=list)
-    periods: list[float] = field(default_factory=list)
-    depths: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list, init=False)
+    periods: list[float] = field(default_factory=list, init=False)
+    depths: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -109,7 +109,7 @@ class Pipeline:
         self.now += STEP
         before = self.version
         while self.gate.is_open(version=self.version, submitted=self.submitted, dropped=0):
-            length = self.random.lognormvariate(-self.sigma**2 / 2, self.sigma)
+            length = self.random.lognormvariate(-(self.sigma**2) / 2, self.sigma)
             group = Simulated(self.submitted, self.version, self.now, self.generate * length, length, self.reward)
             self.in_flight.append(group)
             self.submitted += 1
