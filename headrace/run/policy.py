@@ -24,7 +24,8 @@ from headrace.run.batches import (
 from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable
 from headrace.run.ledger import Ledger
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
-from headrace.staleness import Rejection, groups_ahead, make_gate
+from headrace.run.pace import Pace
+from headrace.staleness import Rejection, groups_ahead, is_automatic, make_gate
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
@@ -78,6 +79,9 @@ class PolicyState:
         is_elsewhere = not self.trainer.is_inline
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer, in_thread=is_elsewhere)
         self.gate = make_gate(recipe)
+        self._shares_device = roles.shares_device
+        self.pace = Pace(recipe, shares_device=roles.shares_device) if is_automatic(recipe) else None
+        """Moves the gate's depth, with `staleness.max_lag = "auto"`."""
         self._units = units_per_group(recipe)
         self.in_flight = InFlightTable(roles.engine, keeps_turns=can_resume(roles.environment), units=self._units)
         self.buffer = make_buffer(
@@ -129,7 +133,12 @@ class PolicyState:
             self.renew_gate()
 
     def renew_gate(self) -> None:
-        self.gate = make_gate(self.recipe)
+        """By the recipe, or to the depth that the controller has chosen."""
+        if not is_automatic(self.recipe):
+            self.pace = None
+        elif self.pace is None:
+            self.pace = Pace(self.recipe, shares_device=self._shares_device)
+        self.gate = make_gate(self.recipe, depth=None if self.pace is None else self.pace.controller.depth)
         self._room.set()
 
     # Submitting
@@ -175,6 +184,8 @@ class PolicyState:
         if not ended:
             return
         self._room.set()
+        if self.pace is not None:
+            self.pace.completed(submitted_at=group.submitted_at)
         reason = self._settle_unscored(ended)
         scored = tuple(member for member in ended if isinstance(member.outcome, Scored))
         complete = Group(self.in_flight.number(record), scored, group.task.source, group.task.index)
@@ -295,6 +306,10 @@ class PolicyState:
         self.started.remove(started)
         self.ledger.settle("trained", sum(group.num_episodes for group in started.groups))
         self.ledger.check()
+        if self.pace is not None and self.pace.trained(
+            num_waiting=self.buffer.num_available // self._units, has_next=bool(self.started)
+        ):
+            self.renew_gate()
         self._tasks.hand_over()  # calls a user's sampler, which may raise
 
     def return_groups(self, failure: BaseException | None = None) -> None:
@@ -333,6 +348,7 @@ class PolicyState:
             "filtered": list(self.filtered),
             "ledger": self.ledger.state(),
             "term_weights": list(self.term_weights),
+            "lag_controller": None if self.pace is None else self.pace.controller.state(),
         }
 
     async def restore(self, checkpoint: Checkpoint) -> None:
@@ -350,6 +366,9 @@ class PolicyState:
         )
         for group in checkpoint.buffered():
             self.buffer.put(group)
+        if self.pace is not None and manifest.get("lag_controller"):
+            self.pace.controller.restore(manifest["lag_controller"])
+            self.renew_gate()
         self.filtered = manifest["filtered"]
         self.ledger.restore(manifest["ledger"])
 
