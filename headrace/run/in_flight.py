@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer import Group, num_sampled
+from headrace.buffer import Group, num_sampled, task_fingerprint
 from headrace.partial import is_over_age, is_resumable, surviving_part
 from headrace.records import Scored, unpack_episodes, unpack_rollouts
 from headrace.staleness import too_old
@@ -61,6 +61,10 @@ class GroupInFlight:
     """Removed from the table, though some of its episodes may still be finishing."""
 
     @property
+    def task_fingerprint(self) -> int:
+        return task_fingerprint(self.task.row, self.task.source, self.task.index)
+
+    @property
     def ended(self) -> list[Episode]:
         return [record.ended for record in self.episodes if record.ended is not None]
 
@@ -105,8 +109,9 @@ class InFlightTable:
         """What is in flight, as the buffer counts."""
         return len(self.groups) if self._units == 1 else sum(len(group.episodes) for group in self.groups.values())
 
-    def add(self, group: GroupInFlight, *, indexes: Iterable[int]) -> None:
-        group.episodes = [EpisodeInFlight(group, index) for index in indexes]
+    def add(self, group: GroupInFlight, *, size: int, indexes: Iterable[int] | None = None) -> None:
+        """`indexes`: only these episodes of it."""
+        group.episodes = [EpisodeInFlight(group, index) for index in (range(size) if indexes is None else indexes)]
         self.groups[group.name] = group
 
     def leave(self, record: EpisodeInFlight) -> list[EpisodeInFlight]:
@@ -189,21 +194,22 @@ class InFlightTable:
 
     def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, max_lag: int | None) -> int:
         """Fill a checkpoint's groups, re-added under their old numbers, and return the tokens lost. A rollout is cut before its
-        first token from weights that this lineage does not descend from; what is too old for later batches is sampled again."""
+        first token from weights that this lineage does not descend from; what is too old for later batches is sampled again. Of
+        what is in flight no longer, because the journal has it, nothing is filled."""
         records, lost = {record.id: record for record in self.episodes()}, 0
         for entry in entries:
             for episode in unpack_episodes(entry["episodes"]):
                 alone = Group(number=entry["number"], episodes=(episode,))
                 if too_old(alone, version=version, max_lag=max_lag, lineage=lineage):
                     lost += num_sampled([episode])
-                else:
+                elif episode.id in records:
                     records[episode.id].ended = episode
             for saved in unpack_rollouts(entry["rollouts"]):
                 kept = surviving_part(saved, lineage)
                 if kept and max_lag is not None and is_over_age(kept.oldest_version, next_version=version, max_lag=max_lag):
                     kept = None
                 lost += saved.num_sampled - (kept.num_sampled if kept else 0)
-                if kept:
+                if kept and kept.episode in records:
                     records[kept.episode].partials[kept.id] = kept
         return lost
 

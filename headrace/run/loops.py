@@ -133,8 +133,10 @@ async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Reci
         if policy.buffer.ready.is_set():
             await run.pause_engines()
             started = await policy.start_batch(version, recipe, on_taken=run.on_taken)
-            await policy.cancel_over_age(version)
-            return started
+            if started is not None:
+                await policy.cancel_over_age(version)
+                return started
+            await run.resume_engines(policy)  # a group was lost, and another is needed in its place
     return None
 
 
