@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from headrace.algorithms import unwanted
-from headrace.buffer import Group, buffer_capacity, make_buffer, num_sampled, units_per_group
+from headrace.buffer import Entry, Group, JournalError, buffer_capacity, make_buffer, num_sampled, open_journal, units_per_group
 from headrace.envs import can_resume
 from headrace.records import InfraAbort, Invalid, Scored
 from headrace.run.batches import (
@@ -25,6 +25,7 @@ from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable
 from headrace.run.ledger import Ledger
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
 from headrace.run.pace import Pace
+from headrace.run.recovered import RecoveredGroups
 from headrace.staleness import Rejection, groups_ahead, is_automatic, make_gate
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
@@ -32,6 +33,7 @@ from headrace.trainer import learning_rate
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
+    from headrace.buffer import Place
     from headrace.config import Recipe
     from headrace.observe import Observer, Signal
     from headrace.records import Episode
@@ -89,7 +91,10 @@ class PolicyState:
             oldest_in_flight=lambda: self.in_flight.oldest,
             num_in_flight=lambda: self.in_flight.num_units,
             slots=self._gate_slots,
+            journal=open_journal(recipe, observer.folder, say=observer.screen.say),
+            on_room=room.set,
         )
+        self.recovered = RecoveredGroups(self.buffer.journal)
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
         self._max_in_flight = None if self.gate.bounds_in_flight else enough
         """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
@@ -152,16 +157,25 @@ class PolicyState:
         return self.gate.is_open(version=self.held_version, **counts)
 
     def submit(self, task: Task) -> list[EpisodeInFlight]:
-        """Add a new group and return its episodes."""
+        """Add a new group and return its episodes, but those that the journal has."""
         group = self._add_group(self.submitted_groups, task)
         self.submitted_groups += 1
         self.ledger.submitted += len(group.episodes)
-        return group.episodes
+        self._take_recovered(group)
+        return [record for record in group.episodes if record.ended is None]
+
+    def _take_recovered(self, group: GroupInFlight) -> None:
+        """Collect what the journal has of a group, as if it had been generated and scored now."""
+        for place, episodes in self.recovered.take(group, number=self.in_flight.number):
+            records = {record.id: record for record in group.episodes}
+            for episode in episodes:
+                self.collect(records[episode.id], episode, place=place)
+            self.recovered.release(place)
 
     def _add_group(self, number: int, task: Task, *, indexes: Iterable[int] | None = None) -> GroupInFlight:
         name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # seeds derive from it
         group = GroupInFlight(self.name, name, number, task)
-        self.in_flight.add(group, indexes=range(self.recipe.train.group_size) if indexes is None else indexes)
+        self.in_flight.add(group, size=self.recipe.train.group_size, indexes=indexes)
         return group
 
     # Collecting
@@ -176,9 +190,9 @@ class PolicyState:
         record.attempt, record.ended = record.attempt + 1, None
         return True
 
-    def collect(self, record: EpisodeInFlight, episode: Episode) -> None:
+    def collect(self, record: EpisodeInFlight, episode: Episode, *, place: Place | None = None) -> None:
         """Record an episode's outcome. What is complete goes to the buffer, or is dropped if too few episodes were scored: a
-        group or, with `buffer.unit = "episode"`, this episode."""
+        group or, with `buffer.unit = "episode"`, this episode. `place`: where the journal has it."""
         group, record.ended = record.group, episode
         ended = [each.ended for each in self.in_flight.leave(record) if each.ended is not None]
         if not ended:
@@ -193,7 +207,9 @@ class PolicyState:
         if group.name not in self.in_flight.groups:
             self._tasks.report(group.number, group.task, group.rewards)
         if len(scored) >= self.recipe.train.fewest_siblings:
-            self._put(complete)
+            unscored = tuple(member for member in ended if not isinstance(member.outcome, Scored))
+            entry = Entry(complete, group.task_fingerprint, unscored) if self.buffer.journal else None
+            self._put(complete, entry=entry, place=place)
             return
         self.ledger.settle("filtered", len(scored), reason="fewer than two siblings were scored" if scored else "")
         self._drop(complete.number, num_sampled(ended))
@@ -214,8 +230,8 @@ class PolicyState:
                 self.ledger.settle(state, reason=reason, id=member.id)
         return reason
 
-    def _put(self, group: Group) -> None:
-        self.buffer.put(group)
+    def _put(self, group: Group, *, entry: Entry | None, place: Place | None) -> None:
+        self.buffer.put(group, entry=entry, place=place)
         for oldest in self.buffer.overwritten():
             self._reject(oldest, "overwritten")
         self._filter()
@@ -274,15 +290,18 @@ class PolicyState:
 
     async def start_batch(
         self, version: int, recipe: Recipe, *, on_taken: Callable[[StartedBatch], Awaitable[None]]
-    ) -> StartedBatch:
-        """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns. `recipe`: the
-        settings when it was due; `on_taken` is called before the trainer gets anything."""
+    ) -> StartedBatch | None:
+        """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns. None if a group
+        could not be read back from the disk. `recipe`: the settings when it was due; `on_taken` is called before the trainer
+        gets anything."""
         trainer = self.trainer
         started = StartedBatch(version, self.buffer.take(), steps_before=trainer.num_steps, filtered=self.filtered)
         self.filtered = []
         weights = next((ahead.following for ahead in reversed(self.started) if ahead.following), self.term_weights)
         self.started.append(started)
         self._room.set()
+        if not await self._load(started):
+            return None
         await on_taken(started)
         groups = started.groups
         for name in columns_first(groups, recipe):  # each step's forward pass computes the others
@@ -297,6 +316,26 @@ class PolicyState:
         if not trainer.is_inline:
             started.publishing = trainer.publish(version + 1, canary=self.canary)
         return started
+
+    async def _load(self, started: StartedBatch) -> bool:
+        """Read what waited on disk. If some cannot be read, it counts as failed, and the others go back to where they were."""
+        taken = started.groups
+        if all(group.is_in_memory for group in taken):
+            return True
+        found = self.buffer.load(taken) if self.trainer.is_inline else await asyncio.to_thread(self.buffer.load, taken)
+        self.buffer.loaded(taken)
+        started.groups = [group for group in found if isinstance(group, Group)]
+        if len(started.groups) == len(taken):
+            return True
+        self.started.remove(started)
+        self.buffer.put_back(started.groups)
+        self.filtered = started.filtered + self.filtered
+        for group, problem in zip(taken, found, strict=True):
+            if isinstance(problem, JournalError):
+                log.warning("group %d is lost: %s", group.number, problem)
+                self.ledger.settle("failed", group.num_episodes, reason="its copy on disk, in the journal, is damaged")
+                self._drop(group.number, group.num_sampled)
+        return False
 
     def settle_trained(self, started: StartedBatch) -> None:
         """The next version is trained."""
@@ -358,19 +397,36 @@ class PolicyState:
         self.version = self.held_version = checkpoint.version
         self.term_weights = TermWeights(*manifest["term_weights"])
         self.submitted_groups, self._num_dropped = manifest["submitted_groups"], manifest["dropped_groups"]
+        self.filtered = manifest["filtered"]
+        self.ledger.restore(manifest["ledger"])
+        await self.recovered.find()
+        for group in checkpoint.buffered():
+            self.buffer.put(group, place=self.recovered.place(group))
+        waiting = list[GroupInFlight]()
         for number, *task in manifest["in_flight"]:
             indexes, rewards = manifest.get("siblings", {}).get(str(number), (None, []))
-            self._add_group(number, Task(*task), indexes=indexes).rewards = rewards
+            waiting.append(self._add_group(number, Task(*task), indexes=indexes))
+            waiting[-1].rewards = rewards
+        self._keep_recovered()
+        for of_checkpoint in waiting:
+            self._take_recovered(of_checkpoint)
         self.wasted_tokens += self.in_flight.restore(
             checkpoint.in_flight(), version=self.version, lineage=self.lineage, rejection=self.rejection
         )
-        for group in checkpoint.buffered():
-            self.buffer.put(group)
         if self.pace is not None and manifest.get("lag_controller"):
             self.pace.controller.restore(manifest["lag_controller"])
             self.renew_gate()
-        self.filtered = manifest["filtered"]
-        self.ledger.restore(manifest["ledger"])
+
+    def _keep_recovered(self) -> None:
+        """Of what the journal has, keep what this run has still to submit or has in flight, and may train."""
+        due = {self.in_flight.number(record) for record in self.in_flight.episodes()}
+        first = self.submitted_groups * self._units
+
+        def is_wanted(group: Group) -> bool:
+            is_due = group.number >= first or group.number in due
+            return is_due and self.rejection.reason(group, version=self.version, lineage=self.lineage) is None
+
+        self.recovered.keep(is_wanted)
 
 
 def max_generate_calls(recipe: Recipe) -> int:
