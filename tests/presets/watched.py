@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from helpers import SMALL, TASKS, length_reward, small_run
+from helpers import SMALL, length_reward, small_run
 
 from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_run
 from headrace.config import make_recipe
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.launch.launcher import RunResult
     from headrace.records import Batch, Rollout, Sampling
     from headrace.run import StartedBatch
+    from headrace.tasks import Task
 
 GROUPS, SIBLINGS = 4, 2
 """Groups of a batch, and rollouts of a group."""
@@ -63,6 +64,7 @@ class Submission:
     in_training: int
     unfinished: int
     """Episodes in flight that have not ended."""
+    prompt: str
 
     @property
     def ahead(self) -> int:
@@ -95,11 +97,17 @@ class Watched:
         """Of each rollout's oldest token."""
         return [version - versions_of(rollout)[0] for version, rollout in self.trained]
 
+    @property
+    def num_retried(self) -> int:
+        """Tasks that were submitted again, in a simulation, which has enough for all."""
+        prompts = [each.prompt for each in self.submissions]
+        return len(prompts) - len(set(prompts))
+
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         submit, start_batch = PolicyState.submit, PolicyState.start_batch
 
-        def submitting(policy: PolicyState, *arguments: Any, **options: Any) -> Any:
-            episodes = submit(policy, *arguments, **options)
+        def submitting(policy: PolicyState, task: Task, **options: Any) -> Any:
+            episodes = submit(policy, task, **options)
             in_flight = policy.in_flight.groups.values()
             self.submissions.append(
                 Submission(
@@ -111,6 +119,7 @@ class Watched:
                     running=len(in_flight),
                     in_training=sum(len(started.groups) for started in policy.started),
                     unfinished=sum(record.ended is None for group in in_flight for record in group.episodes),
+                    prompt=task.row["prompt"],
                 )
             )
             return episodes
@@ -215,7 +224,7 @@ def simulate(name: str, patch: pytest.MonkeyPatch, *, reward: Callable[..., floa
         scorer=RewardScorer([(RewardFunction(reward), 1.0)], decode=encoder.decode, settings=recipe.reward),
         environment=SingleTurn(),
         encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=TASKS)),
+        tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": str(number)} for number in range(2000)])),
         canary=make_canary(encoder.encode("canary")),
         stop_ids=(1,),
         services=(),
