@@ -1,4 +1,4 @@
-"""Every preset for a few versions for real: engine and trainer in processes of their own, weights over the preset's transport."""
+"""Every preset for a few versions: engine and trainer in processes of their own, weights over the preset's transport."""
 
 from __future__ import annotations
 
