@@ -285,8 +285,12 @@ PRESETS: dict[str, Preset] = {
             "partial.interrupt": _DRAIN,
             "sync.transport": ("files", "weights are saved, and the inference server is restarted with them"),
         },
-        differs="Atropos' trainer polls an API server; here environments push scored groups to the launcher. Engines load new "
-        "weights without a restart.",
+        advice={
+            'environment.name = "headrace.envs:PushedEnvironment"': "environments push scored groups (docs/adapters.md)",
+            '[[tasks]] source = "pushed:groups"': "a place for each group that is pushed",
+        },
+        differs="Atropos' trainer polls an API server; here environments push to the launcher, and without the settings above "
+        "the run's own environment fills the places. Engines load new weights without a restart.",
     ),
     "oat": Preset(
         orchestration="actors, learner, oracle",

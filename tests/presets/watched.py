@@ -206,18 +206,29 @@ class TailEngine(InstantEngine):
 class TurnsTrainer(StubTrainer):
     """A step takes some turns of the event loop."""
 
+    def __init__(self, lineage: Lineage, *, turns: int) -> None:
+        super().__init__(lineage)
+        self._turns = turns
+
     async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
-        for _ in range(10):
+        for _ in range(self._turns):
             await asyncio.sleep(0)
         return await super().step(batch, learning_rate=learning_rate)
 
 
-def simulate(name: str, patch: pytest.MonkeyPatch, *, reward: Callable[..., float] = length_reward, **changes: Any) -> Watched:
+def simulate(
+    name: str,
+    patch: pytest.MonkeyPatch,
+    *,
+    reward: Callable[..., float] = length_reward,
+    step_turns: int = 10,
+    **changes: Any,
+) -> Watched:
     """Run the loops with the preset's settings and `changes`, without a model."""
     changes = {"sync": {"canary_limit": 1e9}, "steps": 30, "orchestrate": "inline", **changes}  # a stub has no logprobs
     recipe = make_recipe({**SMALL, **_settings(name, changes)})
     watched, lineage, encoder = Watched(), Lineage.new(), PromptEncoder(build_tokenizer())
-    trainer = TurnsTrainer(lineage)
+    trainer = TurnsTrainer(lineage, turns=step_turns)
     roles = Roles(
         engine=TailEngine(longest=recipe.sampling.max_tokens),
         trainers={POLICY: trainer},
