@@ -83,7 +83,7 @@ def test_miles_retracts_and_counts_samples_and_retries_what_is_stale(tmp_path, m
     monkeypatch.setattr(EngineCore, "retract_running", lambda self: (retracted.append(self.num_running), retract(self))[1])
     watched = run_preset("miles", tmp_path, monkeypatch)
     assert any(retracted) and watched.spanning and not any(map(has_resumed, watched.spanning)), "no call ends"
-    watched = simulate("miles", monkeypatch, staleness={"max_lag": 1})
+    watched = simulate("miles", monkeypatch, staleness={"max_lag": 1}, buffer={"depth": 1})
     assert max(each.unfinished for each in watched.submissions) == 2 * GROUPS * SIBLINGS
     assert any(each.running > 2 * GROUPS for each in watched.submissions), "the ended of a group leave their slots to others"
     assert watched.reasons["rejected: lag"] > 0 and watched.num_retried > 0
