@@ -74,8 +74,8 @@ def show_preset(name: str) -> str:
     if preset.advice:
         lines += ["", "To set besides, where it applies:", *_table(preset.advice, width)]
     placed = (
-        f"Orchestration there: {preset.orchestration}; training: {preset.backend}. A preset does not set `orchestrate`: it runs "
-        f"here wherever the recipe and the machine place it, with Headrace's own trainer. In one process (`inline`) weights "
+        f"Orchestration there: {preset.orchestration}; training: {preset.backend}. A preset does not set `orchestrate`: it "
+        f"runs here wherever the recipe and the machine place it, with Headrace's own trainer. In one process (`inline`) weights "
         f"travel in memory, whatever sync.transport."
     )
     return "\n".join([*lines, "", *textwrap.wrap(preset.differs, 110), "", *textwrap.wrap(placed, 110)])
