@@ -15,7 +15,6 @@ from headrace.run.callbacks import Callbacks, CallbackState
 from headrace.run.changes import Change, changed, value_of
 from headrace.run.checkpoint import CheckpointError, random_state, restore_random_state
 from headrace.run.held_out import HeldOutEvaluations
-from headrace.run.in_flight import num_sampled
 from headrace.run.loops import leg, run_loops
 from headrace.run.metrics import Progress, rollout_rows, settled_shares, trainer_metrics
 from headrace.run.policy import POLICY
@@ -132,6 +131,10 @@ class Session:
     def _on_trained(self, policy: PolicyState, started: StartedBatch) -> None:
         before, self._counts = self._counts, policy.ledger.counts()
         started.settled = settled_shares(before, self._counts)
+        if policy.gate.depth is not None:
+            started.settled["staleness/depth"] = policy.gate.depth
+        if policy.pace is not None and (news := policy.pace.controller.news()):
+            self.observer.screen.say(f"max_lag    {news}")
         self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in started.seen)
         self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in started.seen))
         self._unwritten.append(started)
@@ -297,7 +300,7 @@ class Session:
         if engine_peak := self.roles.engine_peak():
             memory["engine"] = {"predicted": forecast and forecast.engine_process, "peak": engine_peak}
         before, after = progress.held_out_before or {}, progress.held_out_after
-        untrained = policy.wasted_tokens + sum(num_sampled(group.episodes) for group in policy.buffer.groups())
+        untrained = policy.wasted_tokens + sum(group.num_sampled for group in policy.buffer.groups())
         role, share_of_time = bound_by(budget)
         return {
             "status": status,
@@ -323,6 +326,11 @@ class Session:
                 "wasted": policy.wasted_tokens,
             },
             "lag": {"mean": progress.lag_sum / max(progress.trained_tokens, 1), "max": progress.lag_max},
+            "staleness": {
+                "max_lag": self.recipe.staleness.max_lag,
+                "depth": policy.gate.depth,
+                "why": "" if policy.pace is None else policy.pace.controller.why,
+            },
             "skipped_steps": progress.skipped_steps,
             "accounting": policy.ledger.counts(),
             "dropped_because": dict(policy.ledger.reasons),
