@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.buffer.groups import Group, GroupBuffer
+    from headrace.buffer.groups import Group, GroupBuffer, Versions
     from headrace.buffer.kinds import (
         buffer_capacity,
         buffer_policy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ def buffer_policy(recipe: Recipe) -> BufferPolicy:
     """The kind of buffer that `buffer.kind` names, with `auto` and `buffer.depth` resolved."""
     kind, depth, staleness = recipe.buffer.kind, recipe.buffer.depth, recipe.staleness
     if kind == "auto":
-        depth = staleness.max_lag
+        depth = math.ceil(recipe.max_lag)
         kind = {0: "synchronous", 1: "one_ahead"}.get(depth, "bounded") if staleness.is_bounded else "stream"
     policy = POLICIES[kind]
     return dataclasses.replace(policy, max_batches=depth) if policy.has_depth else policy
@@ -62,17 +63,17 @@ def check_buffer(recipe: Recipe) -> None:
     if settings.depth and settings.kind not in with_depth:
         kinds = " or ".join(f"'{name}'" for name in with_depth)
         raise ConfigError(f"buffer.depth = {settings.depth}: only buffer.kind = {kinds} has a depth, not '{settings.kind}'")
-    depth, lag = policy.max_batches, recipe.staleness.max_lag if recipe.staleness.is_bounded else None
+    depth, lag = policy.max_batches, math.ceil(recipe.max_lag) if recipe.staleness.is_bounded else None
     if policy.has_depth and (depth or 0) < 1:
         raise ConfigError(f"buffer.depth = {depth}: a {policy.name} buffer holds at least 1 batch")
     if lag is None:
         return
     if lag < policy.least_lag:
-        problem = f"nothing can run ahead with staleness.max_lag = {lag}"
+        problem = f"nothing can run ahead with {recipe.staleness.bounded_by}"
         raise ConfigError(f"buffer.kind = '{policy.name}': {problem}; set it to {policy.least_lag}")
     if policy.has_depth and depth is not None and depth > max(lag, 1):
-        problem = f"a batch that waits so long lags more than staleness.max_lag = {lag}"
-        raise ConfigError(f"buffer.depth = {depth}: {problem}; raise max_lag to {depth} or lower the depth")
+        problem = f"a batch that waits so long lags more than {recipe.staleness.bounded_by}"
+        raise ConfigError(f"buffer.depth = {depth}: {problem}; raise it to {depth} or lower the depth")
 
 
 def is_in_submission_order(recipe: Recipe) -> bool:

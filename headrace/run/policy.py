@@ -24,7 +24,7 @@ from headrace.run.batches import (
 from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable, num_sampled
 from headrace.run.ledger import Ledger
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
-from headrace.staleness import make_gate, too_old
+from headrace.staleness import Rejection, make_gate
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
@@ -81,7 +81,7 @@ class PolicyState:
         self.in_flight = InFlightTable(roles.engine, keeps_turns=can_resume(roles.environment))
         self.buffer = make_buffer(recipe, oldest_in_flight=lambda: self.in_flight.oldest)
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
-        self._max_in_flight = enough if self.gate.depth is None else None
+        self._max_in_flight = None if self.gate.bounds_in_flight else enough
         """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
         self.ledger = Ledger(self._count_open)
         self.submitted_groups = 0
@@ -100,9 +100,9 @@ class PolicyState:
         return self.buffer.num_episodes + in_training, sum(len(group.episodes) for group in self.in_flight.groups.values())
 
     @property
-    def _max_lag(self) -> int | None:
-        """Beyond which a group is rejected."""
-        return self.recipe.staleness.max_lag if self.recipe.staleness.reject else None
+    def rejection(self) -> Rejection:
+        """Which groups are too old."""
+        return Rejection.of(self.recipe)
 
     def use(self, recipe: Recipe) -> None:
         """Settings have changed. In exact mode the gate, which lets groups in ahead of training, is renewed for each leg. With
@@ -121,7 +121,9 @@ class PolicyState:
         """Whether gate and buffer admit another group."""
         if self.buffer.is_full or (self._max_in_flight is not None and len(self.in_flight) >= self._max_in_flight):
             return False
-        return self.gate.is_open(version=self.held_version, submitted=self.submitted_groups, dropped=self.dropped_groups)
+        unfinished = self.in_flight.num_unfinished if self.gate.counts_episodes else 0
+        counts = {"submitted": self.submitted_groups, "dropped": self.dropped_groups, "unfinished": unfinished}
+        return self.gate.is_open(version=self.held_version, **counts)
 
     def submit(self, task: Task) -> list[EpisodeInFlight]:
         """Add a new group and return its episodes."""
@@ -199,8 +201,9 @@ class PolicyState:
 
     def reject_stale(self, version: int) -> None:
         """Remove groups too old to train `version` from the buffer."""
+        rejection = self.rejection
         for group in self.buffer.groups():
-            reason = too_old(group, version=version, max_lag=self._max_lag, lineage=self.lineage)
+            reason = rejection.reason(group, version=version, lineage=self.lineage)
             if reason is not None:
                 self.ledger.settle("rejected", len(group.episodes), reason=reason)
                 self._drop(group.number, num_sampled(group.episodes))
@@ -209,8 +212,9 @@ class PolicyState:
     async def cancel_over_age(self, version: int) -> None:
         """With `partial.cancel`, after taking the batch of `version`: cancel groups too old for every later one."""
         if self.recipe.partial.cancels and version + 1 < self.recipe.steps:
-            max_lag = self.recipe.staleness.max_lag
-            for name, tokens in (await self.in_flight.over_age(next_version=version + 1, max_lag=max_lag)).items():
+            held = None if self.recipe.partial.leases else self.held_version
+            over_age = await self.in_flight.over_age(self.rejection, next_version=version + 1, held=held)
+            for name, tokens in over_age.items():
                 self.cancel(name, tokens)
 
     def cancel(self, name: str, tokens: int) -> None:
@@ -302,7 +306,7 @@ class PolicyState:
         for number, *task in manifest["in_flight"]:
             self._add_group(number, Task(*task))
         self.wasted_tokens += self.in_flight.restore(
-            checkpoint.in_flight(), version=self.version, lineage=self.lineage, max_lag=self._max_lag
+            checkpoint.in_flight(), version=self.version, lineage=self.lineage, rejection=self.rejection
         )
         for group in checkpoint.buffered():
             self.buffer.put(group)

@@ -19,7 +19,8 @@ from headrace.records import Batch, Episode, FinishReason, Rollout, Scored
 from headrace.run.batches import TermWeights, adapt_weights, columns_first, make_batches, term_metrics, with_column
 from headrace.run.session import fewer_gc_pauses
 from headrace.settings import ConfigError
-from headrace.staleness import too_old
+from headrace.staleness import Rejection
+from headrace.staleness.reject import RULES
 from headrace.sync import Lineage
 
 
@@ -409,21 +410,26 @@ def test_a_batch_says_what_the_recipe_corrects_with() -> None:
         assert (batch.correction, batch.correction_constants) == (name, constants)
 
 
-@given(groups(), st.integers(0, 20), st.none() | st.integers(0, 6), st.sampled_from(["", "a1b2", "other"]))
+@given(groups(), st.integers(0, 20), st.integers(0, 6), st.sampled_from(["", "a1b2", "other"]), st.sampled_from(list(RULES)))
 @settings(parent=quick, max_examples=100)
-def test_a_group_is_too_old_if_one_of_its_tokens_is(made: list[Group], version: int, max_lag: int | None, life: str) -> None:
+def test_which_tokens_make_a_group_too_old(made: list[Group], version: int, max_lag: int, life: str, rule: str) -> None:
     lineage = Lineage(life)
     for group in made:
-        sampled = [
-            (rollout.lineage, token)
-            for episode in group.episodes
-            for rollout in episode.rollouts
-            for token in rollout.versions[rollout.is_sampled].tolist()
-        ]
+        rollouts = [rollout for episode in group.episodes for rollout in episode.rollouts]
+        sampled = [(rollout.lineage, token) for rollout in rollouts for token in rollout.versions[rollout.is_sampled].tolist()]
+        trained = [token for rollout in rollouts for token in rollout.versions[rollout.loss_mask].tolist()]
+        every = [token for _, token in sampled]
         is_dead = any(not lineage.contains(*each) for each in sampled)
-        is_late = max_lag is not None and any(version - token > max_lag for _, token in sampled)
-        reason = too_old(group, version=version, max_lag=max_lag, lineage=lineage)
-        assert (reason is not None) == (is_dead or is_late) and (reason != "lineage" or is_dead)
+        newest = max(every, default=0)
+        lag = {
+            "oldest": version - min(trained, default=newest),
+            "first": version - min(every, default=version),
+            "in_flight": newest - min(every, default=newest),
+            "never": 0,
+        }[rule]
+        reason = Rejection(RULES[rule], max_lag).reason(group, version=version, lineage=lineage)
+        assert (reason is not None) == (is_dead or (bool(every) and lag > max_lag))
+        assert (reason == "lineage") == is_dead
 
 
 def test_the_collector_is_left_as_it_was_found() -> None:

@@ -16,7 +16,9 @@ from strategies import quick
 from headrace.algorithms.corrections import BATCH_WIDE, CORRECTIONS, MASKS, CorrectedTokens, importance_weights
 from headrace.buffer import Group, GroupBuffer
 from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Source
-from headrace.staleness import Gate, too_old
+from headrace.staleness import Rejection
+from headrace.staleness.gate import DepthGate, NoGate
+from headrace.staleness.reject import RULES
 from headrace.sync import Lineage
 
 # The gate
@@ -30,7 +32,7 @@ class Simulation:
     the version at submission is the oldest any of them can have.
     """
 
-    gate: Gate
+    gate: DepthGate | NoGate
     batch: int
     steps: int
     in_order: bool
@@ -67,8 +69,11 @@ class Simulation:
                 self.version += 1
 
 
-def simulate(*, depth: int | None, batch: int, steps: int, seed: int, in_order: bool = True, drops: float = 0.0) -> Simulation:
-    gate = Gate(depth=depth, groups_per_batch=batch, steps=steps)
+def simulate(
+    *, depth: float | None, batch: int, steps: int, seed: int, in_order: bool = True, drops: float = 0.0
+) -> Simulation:
+    sizes = {"groups_per_batch": batch, "steps": steps}
+    gate = NoGate(**sizes) if depth is None else DepthGate(depth=depth, **sizes)
     simulation = Simulation(gate, batch, steps, in_order, drops, random.Random(seed))
     simulation.run()
     return simulation
@@ -99,7 +104,7 @@ def test_the_simulation_would_see_a_gate_that_is_too_wide() -> None:
 
 
 def test_the_gate_by_hand() -> None:
-    gate = Gate(depth=1, groups_per_batch=4, steps=3)
+    gate = DepthGate(depth=1, groups_per_batch=4, steps=3)
     assert gate.is_open(version=0, submitted=7, dropped=0)
     assert not gate.is_open(version=0, submitted=8, dropped=0)
     assert gate.is_open(version=0, submitted=8, dropped=1)
@@ -109,13 +114,13 @@ def test_the_gate_by_hand() -> None:
 
 
 def test_depth_0_generates_and_trains_in_turn() -> None:
-    gate = Gate(depth=0, groups_per_batch=4, steps=10)
+    gate = DepthGate(depth=0, groups_per_batch=4, steps=10)
     assert [gate.is_open(version=3, submitted=count, dropped=0) for count in (15, 16)] == [True, False]
     assert set(simulate(depth=0, batch=3, steps=6, seed=0).lags) == {0}
 
 
 def test_no_depth_is_bounded_by_the_end_of_the_run_alone() -> None:
-    gate = Gate(depth=None, groups_per_batch=4, steps=10)
+    gate = NoGate(groups_per_batch=4, steps=10)
     assert gate.is_open(version=0, submitted=39, dropped=0)
     assert not gate.is_open(version=0, submitted=40, dropped=0)
 
@@ -124,7 +129,7 @@ def test_no_depth_is_bounded_by_the_end_of_the_run_alone() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_extra_groups_are_a_number_and_never_add_up(depth: int, seed: int) -> None:
     """However many batches go by and whichever groups are slow, (1 + d)·B + E are submitted and untrained at most."""
-    gate, chance = Gate(depth=depth, groups_per_batch=4, steps=40, extra=3), random.Random(seed)
+    gate, chance = DepthGate(depth=depth, groups_per_batch=4, steps=40, extra=3), random.Random(seed)
     submitted = dropped = version = done = most = 0
     while version < 40:
         while gate.is_open(version=version, submitted=submitted, dropped=dropped):
@@ -173,6 +178,11 @@ def make_rollout(versions: list[int], lineage: str) -> Rollout:
 LIFE = Lineage(id="a")
 
 
+def refusal(group: Group, *, version: int, max_lag: int | None, lineage: Lineage = LIFE, rule: str = "oldest") -> str | None:
+    rejection = Rejection(RULES["never"]) if max_lag is None else Rejection(RULES[rule], max_lag)
+    return rejection.reason(group, version=version, lineage=lineage)
+
+
 @pytest.mark.parametrize(
     ("versions", "max_lag", "reason"),
     [
@@ -190,9 +200,9 @@ LIFE = Lineage(id="a")
 )
 def test_one_token_too_old_refuses_the_group(versions: list, max_lag: int | None, reason: str | None) -> None:
     episode = make_episode(*versions)
-    assert too_old(Group(0, (episode,)), version=10, max_lag=max_lag, lineage=LIFE) == reason
+    assert refusal(Group(0, (episode,)), version=10, max_lag=max_lag, lineage=LIFE) == reason
     fresh = make_episode([10])
-    assert too_old(Group(0, (fresh, episode, fresh)), version=10, max_lag=max_lag, lineage=LIFE) == reason
+    assert refusal(Group(0, (fresh, episode, fresh)), version=10, max_lag=max_lag, lineage=LIFE) == reason
 
 
 def test_dead_weights_are_refused_whatever_their_age() -> None:
@@ -204,11 +214,11 @@ def test_dead_weights_are_refused_whatever_their_age() -> None:
         make_episode([9], lineage="c"),
     )
     for max_lag in (None, 5):
-        assert too_old(Group(0, (old,)), version=9, max_lag=max_lag, lineage=restarted) is None
-        assert too_old(Group(0, (dead,)), version=9, max_lag=max_lag, lineage=restarted) == "lineage"
-        assert too_old(Group(0, (new,)), version=9, max_lag=max_lag, lineage=restarted) is None
-        assert too_old(Group(0, (alien,)), version=9, max_lag=max_lag, lineage=restarted) == "lineage"
-    assert too_old(Group(0, (old,)), version=12, max_lag=4, lineage=restarted) == "lag"
+        assert refusal(Group(0, (old,)), version=9, max_lag=max_lag, lineage=restarted) is None
+        assert refusal(Group(0, (dead,)), version=9, max_lag=max_lag, lineage=restarted) == "lineage"
+        assert refusal(Group(0, (new,)), version=9, max_lag=max_lag, lineage=restarted) is None
+        assert refusal(Group(0, (alien,)), version=9, max_lag=max_lag, lineage=restarted) == "lineage"
+    assert refusal(Group(0, (old,)), version=12, max_lag=4, lineage=restarted) == "lag"
 
 
 def test_what_is_history_after_several_restarts() -> None:
