@@ -63,9 +63,16 @@ class Load:
     offer_seconds: float = 0.5
     """In which the trainer copies its weights, beside the next step's passes."""
     score_seconds: float = 1.0
-    versions: int = 60
-    warm_versions: int = 10
-    """Versions before the window in which everything but the first batch's time is measured."""
+    warm_versions: int = 12
+    """Trained before the window that is measured."""
+    versions: int = 40
+    """Of the window."""
+    last_versions: int = 8
+    """Trained after it: a run's last versions submit nothing more."""
+
+    @property
+    def steps(self) -> int:
+        return self.warm_versions + self.versions + self.last_versions
 
     @property
     def num_slots(self) -> int:
@@ -93,7 +100,7 @@ class Load:
     @functools.cached_property
     def lengths(self) -> Array:
         """[groups, group_size]: the tokens of every completion, the same for every contestant."""
-        count = 4 * self.versions * self.batch
+        count = 4 * self.steps * self.batch
         lengths = lognormal_lengths(count, mean=self.mean_tokens, sigma=self.sigma, cap=self.max_tokens)
         return np.asarray(lengths).reshape(-1, self.group_size)
 
@@ -102,12 +109,12 @@ class Load:
         return int(self.lengths[int(rollout.group.removeprefix("g")) % len(self.lengths), rollout.index])
 
     def least_seconds(self) -> float:
-        """The least time for all versions, from the first request on: the first batch cannot be trained before it is sampled,
+        """The least time from the first request to the window's end: the first batch cannot be trained before it is sampled,
         nor the last before all are."""
-        first, whole = self.lengths[: self.groups_per_batch], self.lengths[: self.versions * self.groups_per_batch]
-        fill = max(first.sum() / self.generation_rate, float(np.median(first.max(axis=1))) * self.decode_seconds)
+        versions = self.warm_versions + self.versions
+        first, whole = self.lengths[: self.groups_per_batch], self.lengths[: versions * self.groups_per_batch]
         training = whole.sum() / self.training_rate
-        return max(fill + training, whole.sum() / self.generation_rate + training / self.versions)
+        return float(max(first.sum() / self.generation_rate + training, whole.sum() / self.generation_rate + training / versions))
 
 
 @dataclass(eq=False)

@@ -67,7 +67,7 @@ def _recipe(load: Load, settings: dict[str, Any]) -> Recipe:
     return make_recipe(
         {
             **settings,
-            "steps": load.versions,
+            "steps": load.steps,
             "deadline": 1e5,
             "sampling.max_tokens": load.max_tokens,
             "model.context": 2 * load.max_tokens,
@@ -75,7 +75,7 @@ def _recipe(load: Load, settings: dict[str, Any]) -> Recipe:
             "engine.count": load.engines,
             "train.batch": load.batch,
             "train.group_size": load.group_size,
-            "checkpoint.every": load.versions,
+            "checkpoint.every": load.steps,
             "observe.keep_rollouts_every": 0,
             "sync.canary_limit": 1e9,  # a stub has no logprobs
         }
@@ -113,16 +113,17 @@ async def _emulate(load: Load, recipe: Recipe) -> Measured:
 
 
 def _measured(load: Load, trained: list[Trained], *, wasted: int) -> Measured:
-    first = next(step for step in reversed(trained) if step.version < load.warm_versions)
-    last, window = trained[-1], [step for step in trained if step.version >= load.warm_versions]
-    seconds, tokens = last.moment - first.moment, sum(step.tokens for step in window)
-    slot_seconds, updating = seconds * load.num_slots, last.updating - first.updating
+    begin, end = load.warm_versions, load.warm_versions + load.versions
+    first = next(step for step in reversed(trained) if step.version < begin)
+    window = [step for step in trained if begin <= step.version < end]
+    last, tokens = window[-1], sum(step.tokens for step in window)
+    seconds, updating = last.moment - first.moment, last.updating - first.updating
     return Measured(
         share=tokens / seconds / load.bound,
         whole=load.least_seconds() / last.moment,
         trainer_idle=1 - (last.training - first.training) / seconds,
-        engine_idle=1 - (last.decoding - first.decoding + updating) / slot_seconds,
-        stall=updating / load.num_slots / (load.versions - load.warm_versions),
+        engine_idle=1 - (last.decoding - first.decoding + updating) / (seconds * load.num_slots),
+        stall=updating / load.num_slots / load.versions,
         lag_mean=sum(step.lag_sum for step in window) / tokens,
         lag_max=max(step.lag_max for step in window),
         wasted=wasted / (wasted + sum(step.tokens for step in trained)),
