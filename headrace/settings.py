@@ -244,8 +244,8 @@ def _convert(hint: Any, value: Any, *, origin: Origin, path: str) -> Any:  # noq
         guess = difflib.get_close_matches(str(value).lower(), [str(a) for a in arguments], n=1)
         asked = _first_leaf(path, value) if isinstance(value, dict) else f"{path} = {value}"
         advice = origin.advise(asked) or (f"did you mean {guess[0]!r}?" if guess else "")
-        choices = ", ".join(repr(a) for a in arguments)
-        raise ConfigError(f"{origin.locate(path)}{path} = {value!r}: must be one of {choices}{advice and f'; {advice}'}")
+        allowed = ", ".join(repr(a) for a in arguments)
+        raise ConfigError(f"{origin.locate(path)}{path} = {value!r}: must be one of {allowed}{advice and f'; {advice}'}")
     elif kind is tuple and isinstance(value, str) and (arguments[0] is str or typing.get_origin(arguments[0]) is Literal):
         return (_convert(arguments[0], value, origin=origin, path=path),)  # one text for a list of one
     elif kind is tuple and isinstance(value, dict) and dataclasses.is_dataclass(arguments[0]):

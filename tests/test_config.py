@@ -208,7 +208,10 @@ def test_every_section_is_documented() -> None:
         ({"staleness.cap": 0.5}, "staleness.cap = 0.5"),
         ({"staleness.floor": 1.5}, "staleness.floor = 1.5"),
         ({"staleness.limit": -1}, "staleness.limit = -1.0: must be a number ≥ 0"),
-        ({"staleness.limit": 0.1}, "staleness.limit = 0.1: only correct = 'opsm' and 'm2po' have a limit, not 'none'"),
+        (
+            {"staleness.limit": 0.1},
+            "staleness.limit = 0.1: only correct = 'opsm', 'm2po' and 'trust_region' have a limit, not 'none'",
+        ),
         ({"train.group_size": 0, "train.advantage": "global"}, "train.group_size = 0: must be ≥ 1"),
         ({"train.discount": 1.1}, "train.discount = 1.1: must be in [0, 1]"),
         ({"train.gae_lambda": -0.1}, "train.gae_lambda = -0.1: must be in [0, 1]"),
@@ -237,7 +240,30 @@ def test_every_section_is_documented() -> None:
             {"train.loss": "a3po", "staleness.correct": "tis"},
             "staleness.correct = 'tis': train.loss = 'a3po' has the importance",
         ),
-        ({"train.loss": "m2po", "staleness.correct": "tis"}, "staleness.correct = 'tis': train.loss = 'm2po' brings"),
+        (
+            {"staleness.correct": ["tis", "opsm", "mis"]},
+            "staleness.correct = ['tis', 'opsm', 'mis']: tis and mis would each apply the importance weight; keep one of them",
+        ),
+        ({"staleness.correct": ["icepop", "mis"]}, "staleness.correct = ['icepop', 'mis']: icepop and mis would each apply"),
+        ({"staleness.correct": ["opsm", "opsm"]}, "staleness.correct = ['opsm', 'opsm']: each correction is applied once"),
+        (
+            {"staleness.correct": ["none", "tis"]},
+            "staleness.correct = ['none', 'tis']: name one correction or several, or 'none'",
+        ),
+        ({"staleness.correct": []}, "staleness.correct = []: name one correction or several, or 'none' alone"),
+        ({"staleness.correct": ["tis", "tsi"]}, "staleness.correct.1 = 'tsi': must be one of"),
+        (
+            {"staleness.correct": ["opsm", "m2po"], "staleness.limit": 0.1},
+            "staleness.limit = 0.1: opsm and m2po each have their own; set it to 0",
+        ),
+        (
+            {"staleness.correct": ["tis", "prefix"], "staleness.limit": 0.1},
+            "staleness.limit = 0.1: only correct = 'opsm', 'm2po' and 'trust_region' have a limit, not ['tis', 'prefix']",
+        ),
+        (
+            {"train.loss": "a3po", "staleness.correct": ["opsm", "tis"]},
+            "staleness.correct = ['opsm', 'tis']: train.loss = 'a3po' has the importance weight in it, which tis would",
+        ),
         ({"train.loss": "gspo", "train.loss_mean": "token"}, "train.loss_mean = 'token': loss = 'gspo' is defined by"),
         ({"train.loss": "kimi", "train.loss_mean": "sequence"}, "train.loss_mean = 'sequence': loss = 'kimi' is defined by"),
         ({"train.constants": {"dual_clip": 1}}, "train.constants.dual_clip = 1.0: must be above 1, such as 3, or 0 for none"),

@@ -5,7 +5,7 @@
   floor(n / B), so none of its tokens lags more than d. One number instead of checks per sample.
 - A `Rejection` drops a group that is older than `max_lag`, or sampled by weights that a restart discarded. It makes the
   bound hard where groups are trained in the order they finish.
-- `correction_of` names the correction that weights each token by how likely the newer policy is to sample it, or masks
+- `corrections_of` names the corrections that weight each token by how likely the newer policy is to sample it, or mask
   tokens that are too far off; the corrections themselves are in `headrace.algorithms`.
 """
 
@@ -16,12 +16,6 @@ from headrace.front_door import front_door
 if TYPE_CHECKING:
     from headrace.staleness.gate import Gate, describe_gate, is_automatic, make_gate, max_untrained_groups
     from headrace.staleness.reject import Rejection
-    from headrace.staleness.settings import (
-        StalenessSettings,
-        check_correction,
-        check_staleness,
-        correction_constants,
-        correction_of,
-    )
+    from headrace.staleness.settings import StalenessSettings, check_correction, check_staleness, corrections_of
 else:
     __getattr__ = front_door(__name__)

@@ -79,7 +79,7 @@ def test_a_batch_is_the_one_a_loop_makes(mean: str) -> None:
 
 
 def columns(batch: Batch) -> dict:
-    names = ("loss", "constants", "correction", "correction_constants", "kl", "kl_weight", "version")
+    names = ("loss", "constants", "corrections", "kl", "kl_weight", "version")
     fields = {name: getattr(batch, name) for name in names}
     arrays = {name: np.concatenate([np.zeros(0, np.float32), *getattr(batch, name)]) for name in ("advantages", "weights")}
     return fields | arrays
@@ -371,6 +371,8 @@ def of_entropy(tokens):
         ({"train.loss": "grpo"}, []),
         ({"train.loss": "decoupled_ppo"}, ["proximal"]),
         ({"staleness.correct": "tis"}, ["proximal"]),
+        ({"staleness.correct": ["opsm", "prefix"]}, []),
+        ({"staleness.correct": ["opsm", "trust_region"]}, ["proximal"]),
         ({"train.loss": "m2po"}, ["proximal"]),
         ({"train.kl": 0.1}, []),
         ({"train.loss": f"{__name__}:of_entropy"}, ["entropy"]),
@@ -399,15 +401,25 @@ def test_gspo_counts_every_rollout_the_same_unasked() -> None:
 
 def test_a_batch_says_what_the_recipe_corrects_with() -> None:
     made = answered(3, rewards=[1.0])
-    for given_settings, name, constants in [
-        ({}, "none", {}),
-        ({"staleness.correct": "geometric_mis", "staleness.cap": 1.1}, "geometric_mis", {"cap": 1.1, "floor": 0.5}),
-        ({"staleness.correct": "opsm"}, "opsm", {"limit": 1e-4}),
-        ({"train.loss": "m2po"}, "m2po", {"limit": 0.04}),
-        ({"train.loss": "m2po", "staleness.correct": "m2po", "staleness.limit": 0.1}, "m2po", {"limit": 0.1}),
+    own, usual = {"train.loss": "m2po"}, {"cap": 2.0, "floor": 0.5}
+    for given_settings, corrections in [
+        ({}, {}),
+        ({"staleness.correct": "geometric_mis", "staleness.cap": 1.1}, {"geometric_mis": {"cap": 1.1, "floor": 0.5}}),
+        ({"staleness.correct": "opsm"}, {"opsm": {"limit": 1e-4}}),
+        ({"staleness.correct": ["tis", "opsm"]}, {"tis": usual, "opsm": {"limit": 1e-4}}),
+        (
+            {"staleness.correct": ["prefix", "trust_region"], "staleness.limit": 0.1},
+            {"prefix": {}, "trust_region": {"limit": 0.1}},
+        ),
+        (own, {"m2po": {"limit": 0.04}}),
+        ({**own, "staleness.correct": "m2po", "staleness.limit": 0.1}, {"m2po": {"limit": 0.1}}),
+        (
+            {**own, "staleness.correct": ["opsm", "tis"], "staleness.limit": 0.1},
+            {"m2po": {"limit": 0.04}, "opsm": {"limit": 0.1}, "tis": usual},
+        ),
     ]:
         (batch,) = make_batches(made, make_recipe(given_settings), version=3)
-        assert (batch.correction, batch.correction_constants) == (name, constants)
+        assert batch.corrections == corrections
 
 
 @given(groups(), st.integers(0, 20), st.integers(0, 6), st.sampled_from(["", "a1b2", "other"]), st.sampled_from(list(RULES)))

@@ -247,22 +247,39 @@ def weigh(name: str, log_ratio: torch.Tensor, *, rows: list[int] | None = None, 
     advantages = given_constants.pop("advantages", torch.full_like(log_ratio, -1.0))
     sequence = torch.zeros(len(log_ratio), dtype=torch.long) if rows is None else torch.tensor(rows, dtype=torch.long)
     num = max(rows or [0]) + 2  # one more rollout, of which nothing is trained
-    tokens = {"log_ratio": log_ratio, "sequence": sequence, "num_sequences": num, "advantages": advantages}
+    versions = given_constants.pop("versions", torch.zeros(len(log_ratio), dtype=torch.int32))
+    tokens = {
+        "log_ratio": log_ratio,
+        "sequence": sequence,
+        "num_sequences": num,
+        "advantages": advantages,
+        "versions": versions,
+    }
     return importance_weights(name, CorrectedTokens(**tokens, **given_constants))
 
 
 def naive(
-    name: str, values: list[float], rows: list[int], advantages: list[float], cap: float, floor: float, limit: float
+    name: str,
+    values: list[float],
+    rows: list[int],
+    advantages: list[float],
+    versions: list[int],
+    cap: float,
+    floor: float,
+    limit: float,
 ) -> list[float | None]:
     """Token by token; None where the value is a hair's breadth from an edge and either side is right."""
     if name == "m2po":
         return naive_second_moment(values, limit)
+    if name == "trust_region":
+        return [None if abs(value * value - limit) < 1e-9 and limit else float(value * value <= limit) for value in values]
+    if name == "prefix":
+        of_rollout = [[other for other, place in zip(versions, rows, strict=True) if place == row] for row in rows]
+        return [float(version == max(mine)) for version, mine in zip(versions, of_rollout, strict=True)]
+    name = "mis" if name == "icepop" else name
     results: list[float | None] = []
     for value, row in zip(values, rows, strict=True):
         mine = [other for other, place in zip(values, rows, strict=True) if place == row]
-        if name == "none":
-            results.append(1.0)
-            continue
         if name == "opsm":
             of_rollout = [a for a, place in zip(advantages, rows, strict=True) if place == row]
             gone = -sum(mine) / len(mine)
@@ -294,7 +311,7 @@ def naive_second_moment(values: list[float], limit: float) -> list[float | None]
     return [float(bool(kept) and value * value <= kept[0]) for value in values]
 
 
-@pytest.mark.parametrize("name", ["none", *CORRECTIONS])
+@pytest.mark.parametrize("name", list(CORRECTIONS))
 @given(values=log_ratios, cap=CAPS, floor=FLOORS, limit=LIMITS, data=st.data())
 @quick
 def test_weights_are_the_formula(
@@ -302,16 +319,18 @@ def test_weights_are_the_formula(
 ) -> None:
     rows = data.draw(st.lists(st.integers(0, 2), min_size=len(values), max_size=len(values)))
     advantages = data.draw(st.lists(st.sampled_from([-1.0, -0.25, 0.5, 2.0]), min_size=len(values), max_size=len(values)))
+    versions = data.draw(st.lists(st.integers(0, 3), min_size=len(values), max_size=len(values)))
     made = weigh(
         name,
         torch.tensor(values, dtype=torch.float64),
         rows=rows,
+        versions=torch.tensor(versions, dtype=torch.int32),
         advantages=torch.tensor(advantages, dtype=torch.float64),
         cap=cap,
         floor=floor,
         limit=limit,
     )
-    expected = naive(name, values, rows, advantages, cap, floor, limit)
+    expected = naive(name, values, rows, advantages, versions, cap, floor, limit)
     wanted = [float(got) if value is None else value for got, value in zip(made, expected, strict=True)]
     torch.testing.assert_close(made, torch.tensor(wanted, dtype=torch.float64))
 
@@ -320,7 +339,6 @@ def test_by_hand() -> None:
     values = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0]).log()
     torch.testing.assert_close(weigh("tis", values), torch.tensor([0.25, 0.5, 1, 2, 2]))
     torch.testing.assert_close(weigh("mis", values, cap=2.001, floor=0.499), torch.tensor([0, 0.5, 1, 2, 0]))
-    torch.testing.assert_close(weigh("none", values), torch.ones(5))
     one = torch.zeros(1)
     assert weigh("mis", one, cap=1.0, floor=1.0).tolist() == [1.0]  # the edges are inside
     pair = torch.tensor([2.0, 0.25, 4.0]).log()
@@ -344,6 +362,17 @@ def test_m2po_leaves_out_the_farthest_tokens_of_the_whole_batch() -> None:
     assert weigh("m2po", torch.zeros(0)).tolist() == []
 
 
+def test_prefix_leaves_out_what_older_weights_began() -> None:
+    """Rows 0 and 1 take turns in the pass; row 2 was sampled by one version, which others have left behind."""
+    rows, versions = [0, 1, 0, 1, 0, 2, 2], torch.tensor([3, 5, 3, 5, 4, 1, 1])
+    assert weigh("prefix", torch.zeros(7), rows=rows, versions=versions).tolist() == [0, 1, 0, 1, 1, 1, 1]
+
+
+def test_the_trust_region_is_on_the_squared_log_ratio() -> None:
+    values = torch.tensor([0.0, 0.19, -0.19, 0.21, -0.21])
+    assert weigh("trust_region", values, limit=0.04).tolist() == [1, 1, 1, 0, 0]
+
+
 @given(log_ratios, LIMITS, st.randoms(use_true_random=False))
 @quick
 def test_m2po_does_not_depend_on_order(values: list[float], limit: float, random: random.Random) -> None:
@@ -355,12 +384,12 @@ def test_m2po_does_not_depend_on_order(values: list[float], limit: float, random
     assert not len(kept) or kept.mean() <= limit + 1e-12
 
 
-@pytest.mark.parametrize("name", ["none", *CORRECTIONS])
+@pytest.mark.parametrize("name", list(CORRECTIONS))
 def test_weights_are_finite_however_far_apart_the_policies_are(name: str) -> None:
     values = torch.tensor([-1e4, -100, 100, 1e4])
     made = weigh(name, values, rows=[0, 1, 2, 3], cap=2.0, floor=0.5)
     assert torch.isfinite(made).all() and (made >= 0).all()
-    if name in ("mis", "m2po"):
+    if name in ("mis", "icepop", "m2po", "trust_region"):
         assert made.tolist() == [0, 0, 0, 0]
 
 
