@@ -1,378 +1,130 @@
-"""An emulated cluster: engines, trainer and scorer that take the time a `Load` says, and compute nothing.
+"""An emulated cluster: a whole session whose engines (`emulated_engines`), trainer and scorer are timed stubs, in virtual time.
 
-An engine decodes all its rollouts at one speed, however many they are, as a decode step bound by memory bandwidth does. New
-weights arrive while it decodes. What they then do to rollouts in flight is done as the native engine does it, and costs what it
-costs there: `keep` and `lease` a swap, `drain` the slots that empty until the last rollout has ended, `retract` and `abort` the
-prefix of every rollout, which is computed again. The trainer's time is a constant per token.
+Loops, gate, buffer, batches, metrics and publishing are the real ones. The trainer's time is a constant per token, whatever the
+loss needs; its weights reach the engines while both go on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from headrace.bench.loads import lognormal_lengths
-from headrace.bench.stubs import InstantEngine, StubTrainer
-from headrace.engine import EngineState, InFlight
-from headrace.partial import Interrupt
-from headrace.records import Call, FinishReason, Rollout, Sampling, Scored, WeightUpdate
+from headrace.bench.emulated_engines import EmulatedCluster
+from headrace.bench.stubs import StubStore, StubTrainer
+from headrace.bench.virtual_time import run_virtually
+from headrace.config import make_recipe
+from headrace.envs import PromptEncoder, SingleTurn
+from headrace.launch import UserInputs, open_tasks
+from headrace.model import build_tokenizer
+from headrace.observe import Observer
+from headrace.records import Scored
+from headrace.run import POLICY, Roles, Session, make_canary
+from headrace.sync import Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.bench.emulated_load import Load
+    from headrace.config import Recipe
     from headrace.observe import Timeline
-    from headrace.records import Array, Batch, Episode
+    from headrace.records import Batch, Episode, WeightUpdate
     from headrace.score import Sums
-    from headrace.sync import Lineage
     from headrace.trainer import Published
 
-_INSTANT = 1e-9  # of a decode step: what floating point leaves of a token
+
+@dataclass(frozen=True)
+class Measured:
+    """A run on the emulated cluster."""
+
+    share: float
+    """Tokens trained a second ÷ the bound's, after the warm-up."""
+    whole: float
+    """The least time for all versions ÷ the time they took, from the first request on."""
+    trainer_idle: float
+    engine_idle: float
+    """Share of the slots' time in which they had nothing to decode."""
+    stall: float
+    """Seconds that a weight update keeps a slot from decoding."""
+    lag_mean: float
+    lag_max: int
+    wasted: float
+    """Share of the sampled tokens that were never trained."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What the machines of a cluster can do, and how long completions are."""
-
-    name: str
-    sigma: float
-    """Of the lognormal lengths."""
-    training: float
-    """The trainer's seconds per token, as a multiple of the engines'."""
-    engines: int = 4
-    slots: int = 32
-    """Of each engine."""
-    groups_per_batch: int = 32
-    group_size: int = 8
-    mean_tokens: float = 512.0
-    """Before truncation."""
-    max_tokens: int = 2048
-    decode_seconds: float = 0.03
-    """Of a step, which adds a token to every rollout of an engine."""
-    prefill_rate: float = 10_000.0
-    """Tokens a second and engine that are computed again; it decodes nothing meanwhile."""
-    transfer_seconds: float = 2.0
-    """From the trainer to the engines, which decode meanwhile."""
-    swap_seconds: float = 0.03
-    """In which an engine exchanges its weights and decodes nothing."""
-    offer_seconds: float = 0.5
-    """In which the trainer copies its weights, beside the next step's passes."""
-    score_seconds: float = 1.0
-    warm_versions: int = 12
-    """Trained before the window that is measured."""
-    versions: int = 40
-    """Of the window."""
-    last_versions: int = 8
-    """Trained after it: a run's last versions submit nothing more."""
-
-    @property
-    def steps(self) -> int:
-        return self.warm_versions + self.versions + self.last_versions
-
-    @property
-    def num_slots(self) -> int:
-        return self.engines * self.slots
-
-    @property
-    def batch(self) -> int:
-        return self.groups_per_batch * self.group_size
-
-    @property
-    def generation_rate(self) -> float:
-        """Tokens a second with every slot busy."""
-        return self.num_slots / self.decode_seconds
-
-    @property
-    def training_rate(self) -> float:
-        """Tokens a second of a trainer that never waits."""
-        return self.generation_rate / self.training
-
-    @property
-    def bound(self) -> float:
-        """Tokens a second of the slower of two pools that never wait for each other."""
-        return min(self.generation_rate, self.training_rate)
-
-    @functools.cached_property
-    def lengths(self) -> Array:
-        """[groups, group_size]: the tokens of every completion, the same for every contestant."""
-        count = 4 * self.steps * self.batch
-        lengths = lognormal_lengths(count, mean=self.mean_tokens, sigma=self.sigma, cap=self.max_tokens)
-        return np.asarray(lengths).reshape(-1, self.group_size)
-
-    def length(self, rollout: Rollout) -> int:
-        """Of the whole completion. Groups are named by their number in the order of submission."""
-        return int(self.lengths[int(rollout.group.removeprefix("g")) % len(self.lengths), rollout.index])
-
-    def least_seconds(self) -> float:
-        """The least time from the first request to the window's end: the first batch cannot be trained before it is sampled,
-        nor the last before all are."""
-        versions = self.warm_versions + self.versions
-        first, whole = self.lengths[: self.groups_per_batch], self.lengths[: versions * self.groups_per_batch]
-        training = whole.sum() / self.training_rate
-        return float(max(first.sum() / self.generation_rate + training, whole.sum() / self.generation_rate + training / versions))
+def emulate(load: Load, settings: dict[str, Any]) -> Measured:
+    """Run all versions of a load with these settings."""
+    return run_virtually(_emulate(load, _recipe(load, settings)))
 
 
-@dataclass(eq=False)
-class _Running:
-    """A generate call in a slot."""
-
-    rollout: Rollout
-    sampling: Sampling
-    done: asyncio.Future[Rollout]
-    tokens: int
-    """That this call will sample."""
-    started: float = 0.0
-    """In the engine's decode steps."""
-    held: int | None = None
-    """The version that a lease holds."""
-
-
-@dataclass
-class SlotSeconds:
-    """What slots did: decode, wait because of a weight update, or anything else, which is waiting for requests."""
-
-    decoding: float = 0.0
-    updating: float = 0.0
+def _recipe(load: Load, settings: dict[str, Any]) -> Recipe:
+    return make_recipe(
+        {
+            **settings,
+            "steps": load.steps,
+            "deadline": 1e5,
+            "sampling.max_tokens": load.max_tokens,
+            "model.context": 2 * load.max_tokens,
+            "engine.slots": load.slots,
+            "engine.count": load.engines,
+            "train.batch": load.batch,
+            "train.group_size": load.group_size,
+            "checkpoint.every": load.steps,
+            "observe.keep_rollouts_every": 0,
+            "sync.canary_limit": 1e9,  # a stub has no logprobs
+        }
+    )
 
 
-class _EmulatedEngine:
-    """One of the cluster's engines. Its clock counts decode steps, and stands still while it is paused or stalled."""
-
-    def __init__(self, cluster: EmulatedCluster, name: str, seconds: SlotSeconds) -> None:
-        self.cluster, self.load, self.name, self.seconds = cluster, cluster.load_, name, seconds
-        self.running: dict[str, _Running] = {}
-        self.version, self.lineage = 0, ""
-        self.is_admitting, self.is_paused = True, False
-        self._steps = 0.0
-        self._since = self._stalled_until = time.monotonic()
-        self._changes: list[tuple[float, int]] = [(0.0, 0)]  # from which step on each version sampled
-        self._timer: asyncio.TimerHandle | None = None
-        self._emptied = asyncio.Event()
-
-    @property
-    def num_free(self) -> int:
-        return self.load.slots - len(self.running) if self.is_admitting and not self.is_paused else 0
-
-    def advance(self) -> None:
-        """Bring the counts up to now."""
-        now = time.monotonic()
-        decoded = 0.0 if self.is_paused else max(0.0, now - max(self._since, self._stalled_until))
-        stalled = 0.0 if self.is_paused else now - self._since - decoded
-        self.seconds.decoding += decoded * len(self.running)
-        self.seconds.updating += stalled * self.load.slots
-        if not self.is_admitting:
-            self.seconds.updating += decoded * (self.load.slots - len(self.running))
-        self._steps += decoded / self.load.decode_seconds
-        self._since = now
-
-    def start(self, call: _Running) -> None:
-        """Put a call in a free slot. What was sampled for it before is computed first."""
-        self.advance()
-        call.started, call.held = self._steps, None
-        self.running[call.rollout.id] = call
-        if call.rollout.calls:
-            self._stall(call.rollout.num_sampled / self.load.prefill_rate)
-        self._set_timer()
-
-    def cancel(self, call: _Running) -> None:
-        self.advance()
-        if self.running.pop(call.rollout.id, None) is not None:
-            self._set_timer()
-            self.cluster.fill()
-
-    def sampled(self, call: _Running) -> int:
-        """Tokens of the call so far."""
-        return min(call.tokens, int(self._steps - call.started + _INSTANT))
-
-    def versions(self, call: _Running, count: int) -> Array:
-        if call.held is not None:
-            return np.full(count, call.held, dtype=np.int32)
-        starts, versions = zip(*self._changes, strict=True)
-        steps = call.started + np.arange(count) + _INSTANT
-        return np.asarray(versions, dtype=np.int32)[np.searchsorted(np.asarray(starts), steps, side="right") - 1]
-
-    def grown(self, call: _Running, count: int, reason: FinishReason) -> Rollout:
-        rollout, start = call.rollout, len(call.rollout)
-        if not count:
-            return rollout
-        times = {"started": 0.0, "finished": 0.0}
-        made = Call(
-            start=start, stop=start + count, engine=self.name, sampling=call.sampling, finish_reason=reason, **times
-        )
-        token_ids, logprobs = np.full(count, 10, dtype=np.int32), np.full(count, -1.0, dtype=np.float32)
-        versions = self.versions(call, count)
-        return rollout.extend(
-            made, token_ids=token_ids, logprobs=logprobs, versions=versions, policy=rollout.policy, lineage=self.lineage
-        )
-
-    def _stall(self, seconds: float) -> None:
-        self._stalled_until = max(self._stalled_until, time.monotonic()) + seconds
-
-    def _set_timer(self) -> None:
-        """Wake up when the next call ends."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self.running:
-            self._emptied.set()
-        elif not self.is_paused:
-            steps = min(call.started + call.tokens for call in self.running.values()) - self._steps
-            when = max(time.monotonic(), self._stalled_until) + max(0.0, steps) * self.load.decode_seconds
-            self._timer = asyncio.get_running_loop().call_at(when, self._end_calls)
-
-    def _end_calls(self) -> None:
-        self.advance()
-        ended = [call for call in self.running.values() if call.started + call.tokens <= self._steps + 1e-6]
-        for call in ended:
-            del self.running[call.rollout.id]
-            is_cut = call.tokens == call.sampling.max_tokens
-            self.cluster.end(call, self.grown(call, call.tokens, FinishReason.LENGTH if is_cut else FinishReason.STOP))
-        self._set_timer()
-        self.cluster.fill()
-
-    # Updates
-
-    async def pause(self, interrupt: Interrupt) -> None:
-        await self._drain(interrupt)
-        self.advance()
-        self._interrupt(interrupt)
-        self.is_paused = True
-        self._set_timer()
-
-    def resume(self) -> None:
-        self.advance()
-        self.is_admitting, self.is_paused = True, False
-        self._set_timer()
-        self.cluster.fill()
-
-    async def exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        """Use the weights that have arrived. A paused engine stays paused."""
-        was_paused = self.is_paused
-        await self._drain(interrupt)
-        self.advance()
-        self._stall(self.load.swap_seconds)
-        if interrupt is Interrupt.LEASE:
-            for call in self.running.values():
-                call.held = self.version if call.held is None else call.held
-        self._interrupt(interrupt)
-        self.version, self.lineage = update.version, update.lineage
-        self._changes.append((self._steps, update.version))
-        if was_paused:
-            self._set_timer()
-        else:
-            self.resume()
-
-    async def _drain(self, interrupt: Interrupt) -> None:
-        if not interrupt.waits_for_rollouts:
-            return
-        self.advance()
-        self.is_admitting, self.is_paused = False, False
-        self._set_timer()
-        while self.running:
-            self._emptied.clear()
-            await self._emptied.wait()
-
-    def _interrupt(self, interrupt: Interrupt) -> None:
-        if interrupt is Interrupt.RETRACT:
-            again = sum(call.rollout.num_sampled + self.sampled(call) for call in self.running.values())
-            self._stall(again / self.load.prefill_rate)
-        elif interrupt is Interrupt.ABORT:
-            aborted, self.running = list(self.running.values()), {}
-            for call in aborted:
-                self.cluster.end(call, self.grown(call, self.sampled(call), FinishReason.ABORT))
+async def _emulate(load: Load, recipe: Recipe) -> Measured:
+    lineage, observer, encoder = Lineage.new(), Observer(), PromptEncoder(build_tokenizer())
+    cluster = EmulatedCluster(load, observer.timeline("engine"))
+    trainer = EmulatedTrainer(lineage, cluster, observer.timeline("trainer"))
+    rows = [{"prompt": [{"role": "user", "content": f"{number:04d}"}], "answer": str(number)} for number in range(256)]
+    roles = Roles(
+        engine=cluster,
+        trainers={POLICY: trainer},
+        scorer=EmulatedScorer(load.score_seconds),
+        environment=SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
+        canary=make_canary(encoder.encode("canary")),
+        stop_ids=(1,),
+        services=(),
+    )
+    session = Session(
+        recipe=recipe,
+        roles=roles,
+        lineage=lineage,
+        observer=observer,
+        store=StubStore(),  # type: ignore[arg-type]
+        held_out={},
+        command_started=0.0,
+        identity="bench",
+    )
+    await session.train()
+    return _measured(load, trainer.trained, wasted=session.policy.wasted_tokens)
 
 
-@dataclass(eq=False)
-class EmulatedCluster(InstantEngine):
-    """Engines that share a queue, as one `Engine`. Aborted rollouts that come back go before new ones."""
-
-    load_: Load
-    timeline: Timeline
-    seconds: SlotSeconds = field(default_factory=SlotSeconds)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        names = (f"engine-{number}" for number in range(self.load_.engines))
-        self.engines = [_EmulatedEngine(self, name, self.seconds) for name in names]
-        self._waiting: deque[_Running] = deque()
-        self._again: deque[_Running] = deque()
-        self.num_updates = 0
-
-    # Generation
-
-    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        tokens = min(self.load_.length(rollout) - rollout.num_sampled, sampling.max_tokens)
-        call = _Running(rollout, sampling, asyncio.get_running_loop().create_future(), tokens)
-        (self._again if rollout.calls else self._waiting).append(call)
-        self.fill()
-        try:
-            return await call.done
-        except asyncio.CancelledError:
-            for queue in (self._again, self._waiting):
-                if call in queue:
-                    queue.remove(call)
-            for engine in self.engines:
-                if engine.running.get(rollout.id) is call:
-                    engine.cancel(call)
-            raise
-
-    def fill(self) -> None:
-        """Give waiting calls to the engines with the most free slots."""
-        while self._again or self._waiting:
-            engine = max(self.engines, key=lambda engine: engine.num_free)
-            if engine.num_free <= 0:
-                break
-            engine.start((self._again or self._waiting).popleft())
-        self.timeline.enter("decode" if any(engine.running for engine in self.engines) else "wait-gate")
-
-    def end(self, call: _Running, rollout: Rollout) -> None:
-        self._sampled += len(rollout) - len(call.rollout)
-        if rollout is call.rollout:  # aborted before its first token
-            self._again.append(call)
-        elif not call.done.done():
-            call.done.set_result(rollout)
-
-    async def in_flight(self) -> list[InFlight]:
-        self.advance()
-        calls = [(engine, call) for engine in self.engines for call in engine.running.values()]
-        running = [self._known(engine, call, engine.sampled(call)) for engine, call in calls]
-        return running + [self._known(self.engines[0], call, 0) for call in (*self._again, *self._waiting)]
-
-    def _known(self, engine: _EmulatedEngine, call: _Running, count: int) -> InFlight:
-        first = int(engine.versions(call, 1)[0]) if count else 0
-        partial = functools.partial(engine.grown, call, count, FinishReason.ABORT)
-        return InFlight.of(call.rollout, num_sampled=count, first=first, partial=partial)
-
-    def advance(self) -> None:
-        """Bring `seconds` up to now."""
-        for engine in self.engines:
-            engine.advance()
-
-    # Updates
-
-    async def pause(self, interrupt: Interrupt) -> None:  # type: ignore[override]
-        await asyncio.gather(*(engine.pause(interrupt) for engine in self.engines))
-
-    async def resume(self) -> None:  # type: ignore[override]
-        for engine in self.engines:
-            engine.resume()
-
-    async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
-        if update.version:  # before the first request all hold the same weights
-            await asyncio.sleep(self.load_.transfer_seconds)
-        self.num_updates += 1
-        await asyncio.gather(*(engine.exchange(update, interrupt) for engine in self.engines))
-
-    async def state(self) -> EngineState:
-        self.advance()
-        running, waiting = sum(len(engine.running) for engine in self.engines), len(self._waiting) + len(self._again)
-        version, lineage = min((engine.version, engine.lineage) for engine in self.engines)
-        return EngineState(version, lineage, running, waiting, self.load_.num_slots, 1, self._sampled)
+def _measured(load: Load, trained: list[Trained], *, wasted: int) -> Measured:
+    begin, end = load.warm_versions, load.warm_versions + load.versions
+    first = next(step for step in reversed(trained) if step.version < begin)
+    window = [step for step in trained if begin <= step.version < end]
+    last, tokens = window[-1], sum(step.tokens for step in window)
+    seconds, updating = last.moment - first.moment, last.updating - first.updating
+    return Measured(
+        share=tokens / seconds / load.bound,
+        whole=load.least_seconds() / last.moment,
+        trainer_idle=1 - (last.training - first.training) / seconds,
+        engine_idle=1 - (last.decoding - first.decoding + updating) / (seconds * load.num_slots),
+        stall=updating / load.num_slots / load.versions,
+        lag_mean=sum(step.lag_sum for step in window) / tokens,
+        lag_max=max(step.lag_max for step in window),
+        wasted=wasted / (wasted + sum(step.tokens for step in trained)),
+    )
 
 
 class Trained(NamedTuple):
@@ -437,7 +189,7 @@ class EmulatedTrainer(StubTrainer):
         self._copied.set()
         return await super().publish(version, canary=canary)
 
-    async def release(self, update: WeightUpdate) -> None:  # type: ignore[override]
+    async def release(self, update: WeightUpdate) -> None:
         self._held.set()
 
     abort = release

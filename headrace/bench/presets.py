@@ -1,130 +1,166 @@
 """`headrace bench presets`: every preset on the same work, on an emulated cluster and for real.
 
-The emulated cluster (`emulated`) puts timed stubs behind the real loops, gate, buffer, batches and metrics, in virtual time. The
-bound of a load is what the slower of its two pools could do if it never waited: min(generation, training) in tokens a second.
-All contestants get the same lengths, slots, truncation and trainer; only their settings differ.
+The emulated cluster (`emulated`) puts timed stubs behind the real loops, gate, buffer and batches, in virtual time. The bound of
+a load is what the slower of its two pools could do if it never waited: min(generation, training) in tokens a second. All
+contestants get the same lengths, slots, truncation and trainer; only their settings differ.
+
+For real, each trains the quickstart for the same number of seconds, from the same weights and with the same seeds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import functools
+import tempfile
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench.emulated import EmulatedCluster, EmulatedScorer, EmulatedTrainer, Load, Trained
-from headrace.bench.harness import Row, run_parts
-from headrace.bench.stubs import StubStore
-from headrace.bench.virtual_time import run_virtually
-from headrace.config import make_recipe
-from headrace.envs import PromptEncoder, SingleTurn
-from headrace.launch import UserInputs, open_tasks
-from headrace.model import build_tokenizer
-from headrace.observe import Observer
-from headrace.run import POLICY, Roles, Session, make_canary
-from headrace.sync import Lineage
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import headrace
+from headrace.bench.emulated import emulate
+from headrace.bench.emulated_load import Load
+from headrace.bench.harness import Row, run_parts, say
+from headrace.bench.learn import RECIPE
+from headrace.config import PRESETS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
-    from headrace.config import Recipe
+    from headrace.run import CallbackState
 
-LOADS = {
-    load.name: load
-    for load in (
-        Load(name="trainer-bound", sigma=0.5, training=1.05),
-        Load(name="engine-bound", sigma=0.5, training=0.95),
-        Load(name="long tail", sigma=1.0, training=1.05),
-    )
-}
+LOADS = (
+    Load(name="trainer-bound", sigma=0.5, training=1.05),
+    Load(name="engine-bound", sigma=0.5, training=0.95),
+    Load(name="long tail", sigma=1.0, training=1.05),
+)
 OURS = "default"
+"""The name of a recipe without a preset."""
+CONTESTANTS: dict[str, dict[str, Any]] = {OURS: {}, **{name: {"preset": name} for name in PRESETS}}
+_QUICK = ("trl", "areal", "pipelinerl")
+_QUICK_SIZES: dict[str, Any] = {
+    "engines": 2,
+    "slots": 8,
+    "groups_per_batch": 4,
+    "warm_versions": 2,
+    "versions": 4,
+    "last_versions": 2,
+}
+_SECONDS = 12.0
+"""Of RL, of each contestant that trains for real."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A run on the emulated cluster."""
-
-    share: float
-    """Tokens trained a second ÷ the bound's, after the warm-up."""
-    whole: float
-    """The least time for all versions ÷ the time they took, from the first request on."""
-    trainer_idle: float
-    engine_idle: float
-    """Share of the slots' time in which they had nothing to decode."""
-    stall: float
-    """Seconds that a weight update keeps a slot from decoding."""
-    lag_mean: float
-    lag_max: int
-    wasted: float
-    """Share of the sampled tokens that were never trained."""
-
-
-def emulate(load: Load, settings: dict[str, Any]) -> Measured:
-    """Run all versions of a load with these settings."""
-    return run_virtually(_emulate(load, _recipe(load, settings)))
-
-
-def _recipe(load: Load, settings: dict[str, Any]) -> Recipe:
-    return make_recipe(
-        {
-            **settings,
-            "steps": load.steps,
-            "deadline": 1e5,
-            "sampling.max_tokens": load.max_tokens,
-            "model.context": 2 * load.max_tokens,
-            "engine.slots": load.slots,
-            "engine.count": load.engines,
-            "train.batch": load.batch,
-            "train.group_size": load.group_size,
-            "checkpoint.every": load.steps,
-            "observe.keep_rollouts_every": 0,
-            "sync.canary_limit": 1e9,  # a stub has no logprobs
-        }
+def run(*, only: str | None = None, seeds: int | None = None, quick: bool, json_file: Path | None) -> int:
+    """`--quick` takes a few presets and small loads."""
+    chosen = {name: own for name, own in CONTESTANTS.items() if not quick or name == OURS or name in _QUICK}
+    loads = [dataclasses.replace(load, **_QUICK_SIZES) if quick else load for load in LOADS]
+    parts: dict[str, Any] = {load.name: functools.partial(_emulated, load, chosen) for load in loads}
+    few = {name: CONTESTANTS[name] for name in (OURS, _QUICK[0])}
+    parts["real"] = functools.partial(
+        _real, few if quick else chosen, seeds=range(seeds or 1), seconds=1.0 if quick else _SECONDS
     )
+    return run_parts("presets", parts, quick=quick, json_file=json_file, only=only)
 
 
-async def _emulate(load: Load, recipe: Recipe) -> Measured:
-    lineage, observer, encoder = Lineage.new(), Observer(), PromptEncoder(build_tokenizer())
-    cluster = EmulatedCluster(load, observer.timeline("engine"))
-    trainer = EmulatedTrainer(lineage, cluster, observer.timeline("trainer"))
-    rows = [{"prompt": [{"role": "user", "content": f"{number:04d}"}], "answer": str(number)} for number in range(256)]
-    roles = Roles(
-        engine=cluster,
-        trainers={POLICY: trainer},
-        scorer=EmulatedScorer(load.score_seconds),
-        environment=SingleTurn(),
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
-        canary=make_canary(encoder.encode("canary")),
-        stop_ids=(1,),
-        services=(),
-    )
-    session = Session(
-        recipe=recipe,
-        roles=roles,
-        lineage=lineage,
-        observer=observer,
-        store=StubStore(),  # type: ignore[arg-type]
-        held_out={},
-        command_started=0.0,
-        identity="bench",
-    )
-    await session.train()
-    return _measured(load, trainer.trained, wasted=session.policy.wasted_tokens)
+# The emulated cluster
 
 
-def _measured(load: Load, trained: list[Trained], *, wasted: int) -> Measured:
-    begin, end = load.warm_versions, load.warm_versions + load.versions
-    first = next(step for step in reversed(trained) if step.version < begin)
-    window = [step for step in trained if begin <= step.version < end]
-    last, tokens = window[-1], sum(step.tokens for step in window)
-    seconds, updating = last.moment - first.moment, last.updating - first.updating
-    return Measured(
-        share=tokens / seconds / load.bound,
-        whole=load.least_seconds() / last.moment,
-        trainer_idle=1 - (last.training - first.training) / seconds,
-        engine_idle=1 - (last.decoding - first.decoding + updating) / (seconds * load.num_slots),
-        stall=updating / load.num_slots / load.versions,
-        lag_mean=sum(step.lag_sum for step in window) / tokens,
-        lag_max=max(step.lag_max for step in window),
-        wasted=wasted / (wasted + sum(step.tokens for step in trained)),
-    )
+GOALS = {
+    "trainer-bound": {"share": "≥ 0.97", "trainer_idle": "≤ 0.03", "lag_mean": "≤ 2"},
+    "engine-bound": {"share": "≥ 0.97", "lag_mean": "≤ 2"},
+    "long tail": {"share": "≥ 0.95", "lag_mean": "≤ 2"},
+}
+FIGURES = {
+    "share": ("share of the bound", "ratio"),
+    "whole": ("with the first batches", "ratio"),
+    "trainer_idle": ("trainer idle", "share"),
+    "engine_idle": ("slots idle", "share"),
+    "stall": ("stall per update", "s"),
+    "lag_mean": ("mean lag", "versions"),
+    "lag_max": ("largest lag", "versions"),
+    "wasted": ("tokens wasted", "share"),
+}
+
+
+def _emulated(load: Load, contestants: Mapping[str, dict[str, Any]]) -> Iterator[list[Row]]:
+    found = {name: dataclasses.asdict(emulate(load, settings)) for name, settings in contestants.items()}
+    show_contestants(load.name, found, figures={name: title for name, (title, _) in FIGURES.items()}, best="share")
+    yield [
+        Row(
+            f"{load.name}: {title}",
+            found[OURS][figure],
+            unit,
+            goal=GOALS[load.name].get(figure, ""),
+            peers=_peers(found, figure),
+        )
+        for figure, (title, unit) in FIGURES.items()
+    ]
+
+
+# For real
+
+
+class _StopAfter:
+    """A callback that ends a run after so many seconds of RL, and notes the reward of every version."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._started = seconds, 0.0
+        self.curve: list[tuple[float, float]] = []
+
+    def on_start(self, state: CallbackState) -> None:
+        self._started = time.perf_counter()
+
+    def on_step(self, state: CallbackState) -> None:
+        passed = time.perf_counter() - self._started
+        self.curve.append((passed, state.metrics["reward"]))
+        if passed >= self._seconds:
+            state.stop()
+
+
+def _real(contestants: Mapping[str, dict[str, Any]], *, seeds: range, seconds: float) -> Iterator[list[Row]]:
+    found = {}
+    for name, settings in contestants.items():
+        runs = [train_for_real(settings, seed=seed, seconds=seconds) for seed in seeds]
+        found[name] = {key: float(np.mean([run[key] for run in runs])) for key in runs[0]}
+        say(f"{name}: {found[name]['tokens']:.0f} tokens/s, reward {found[name]['reward']:.3f}")
+    figures = {"tokens": "tokens/s", "reward": f"reward after {seconds:g} s", "lag": "mean lag", "idle": "trainer idle"}
+    show_contestants("quickstart", found, figures=figures, best="reward")
+    yield [
+        Row(f"quickstart: {title}", found[OURS][key], unit, peers=_peers(found, key))
+        for (key, title), unit in zip(figures.items(), ("1/s", "mean", "versions", "share"), strict=True)
+    ]
+
+
+def train_for_real(settings: dict[str, Any], *, seed: int, seconds: float) -> dict[str, float]:
+    """The quickstart for so many seconds of RL. `reward` is the mean of their last quarter."""
+    clock = _StopAfter(seconds)
+    alone: dict[str, Any] = {"evaluate.every": 0, "evaluate.tasks": [], **({} if seconds >= _SECONDS else {"sft.steps": 0})}
+    with tempfile.TemporaryDirectory() as folder:
+        result = headrace.train(
+            recipe=RECIPE, seed=seed, run_dir=Path(folder) / "run", quiet=True, callbacks=[clock], **settings, **alone
+        )
+    summary, last = result.summary, [reward for passed, reward in clock.curve if passed >= 0.75 * clock.curve[-1][0]]
+    return {
+        "tokens": summary["tokens"]["trained"] / summary["seconds"]["rl"],
+        "reward": float(np.mean(last)),
+        "lag": summary["lag"]["mean"],
+        "idle": summary["time_budget"]["trainer"]["wait-batch"],
+    }
+
+
+def _peers(found: Mapping[str, Mapping[str, float]], figure: str) -> dict[str, float]:
+    return {name: each[figure] for name, each in found.items() if name != OURS}
+
+
+def show_contestants(title: str, found: Mapping[str, Mapping[str, float]], *, figures: Mapping[str, str], best: str) -> None:
+    """A line for each contestant, the best first."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("preset")
+    for name in figures.values():
+        table.add_column(name, justify="right")
+    for name, own in sorted(found.items(), key=lambda item: (-round(item[1][best], 3), item[1].get("lag_mean", 0.0))):
+        table.add_row(name, *(f"{abs(own[figure]):.3f}" for figure in figures))
+    Console(width=130).print(table)
