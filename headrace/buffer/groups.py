@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from headrace.observe import Signal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from headrace.records import Episode, Rollout
 
@@ -45,10 +50,10 @@ class Versions(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """The scored episodes of one task."""
+    """What enters and leaves the buffer as one: the scored episodes of one task or, with `buffer.unit = "episode"`, one."""
 
     number: int
-    """In the order of submission, from 0."""
+    """In the order of submission, from 0. With `buffer.unit = "episode"`, every episode has its own."""
     episodes: tuple[Episode, ...]
     source: str = ""
     """The source of its task, and the task's place there, as `tasks.Task` has them."""
@@ -74,6 +79,11 @@ class Group:
                 found[rollout.lineage] = versions.joined(found.get(rollout.lineage))
         return found
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest that sampled any of its tokens; 0 if none is sampled."""
+        return 0 if self.span is None else self.span.first
+
     @cached_property
     def span(self) -> Versions | None:
         """The versions that sampled its tokens, of all lineages; None if there are no tokens."""
@@ -87,18 +97,50 @@ class Group:
         """Memory it takes, about."""
         return sum(_OBJECT_BYTES + rollout.num_bytes for episode in self.episodes for rollout in episode.rollouts)
 
+    @cached_property
+    def num_episodes(self) -> int:
+        return len(self.episodes)
+
+    @cached_property
+    def num_sampled(self) -> int:
+        return num_sampled(self.episodes)
+
+
+def num_sampled(episodes: Iterable[Episode]) -> int:
+    """Without the tokens that a fork shares with its parent, which counts them."""
+    rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
+    return sum(int(np.count_nonzero(each.is_sampled[each.parent[1] if each.parent else 0 :])) for each in rollouts)
+
 
 class GroupBuffer:
-    """`put` never waits; `ready` is set while a whole batch can be taken."""
+    """`put` never waits; `ready` is set while a whole batch can be taken. Apart from `groups` and `available`, no call looks at
+    every waiting group."""
 
     def __init__(
-        self, *, batch: int, capacity: int | None, max_bytes: int, waits_for: Callable[[], int | None] | None = None
+        self,
+        *,
+        batch: int,
+        capacity: int | Callable[[], int | None] | None,
+        max_bytes: int,
+        waits_for: Callable[[], int | None] | None = None,
+        window: Callable[[], int] = lambda: 1,
+        num_reserved: Callable[[], int] = lambda: 0,
+        overwrites: bool = False,
     ) -> None:
-        """With `waits_for`, groups leave in the order of their numbers and none before the group in flight that it names,
-        which must have left the table of groups in flight when it is put or dropped."""
-        self._batch, self.capacity, self._max_bytes, self._waits_for = batch, capacity, max_bytes, waits_for
-        self._groups: dict[int, Group] = {}
-        self.num_bytes = 0
+        """`capacity`: groups at which it is full, counting those in flight that `num_reserved` tells. With `waits_for`, groups
+        leave in the order of their numbers, and only those less than `window` after the group in flight that it names, which
+        must have left the table of groups in flight when it is put or dropped. `overwrites`: see `overwritten`."""
+        self.batch, self.capacity, self._max_bytes = batch, capacity, max_bytes
+        self._waits_for, self._window = waits_for, window
+        self._num_reserved, self._overwrites = num_reserved, overwrites
+        self._groups: OrderedDict[int, Group] = OrderedDict()
+        """By number, in the order they were put."""
+        self._numbers: list[int] = []
+        """Sorted; empty if they leave in the order they were put."""
+        self._unchecked: set[int] = set()
+        self._by_age: defaultdict[int, set[int]] = defaultdict(set)
+        """Oldest version -> numbers of the groups that `suspects` has returned."""
+        self.num_bytes = self.num_episodes = 0
         self.ready = Signal()
 
     def __len__(self) -> int:
@@ -107,39 +149,53 @@ class GroupBuffer:
     @property
     def is_full(self) -> bool:
         """While it is, no groups are submitted. A batch fits whatever its bytes, or the trainer would wait for it forever."""
-        is_large = self.num_bytes >= self._max_bytes and len(self._groups) >= self._batch
-        return is_large or (self.capacity is not None and len(self._groups) >= self.capacity)
+        if self._overwrites:
+            return False
+        is_large = self.num_bytes >= self._max_bytes and len(self._groups) >= self.batch
+        bound = self._bound
+        return is_large or (bound is not None and len(self._groups) + self._num_reserved() >= bound)
 
     @property
-    def num_episodes(self) -> int:
-        return sum(len(group.episodes) for group in self._groups.values())
+    def _bound(self) -> int | None:
+        return self.capacity() if callable(self.capacity) else self.capacity
 
     def put(self, group: Group) -> None:
         assert group.number not in self._groups
-        self._groups[group.number] = group
-        self.num_bytes += group.num_bytes
+        self._add(group)
         self._update()
 
     def drop(self, number: int) -> None:
         """That group, waiting or in flight until now, will never be trained: it failed, or was filtered or rejected."""
-        group = self._groups.pop(number, None)
-        self.num_bytes -= 0 if group is None else group.num_bytes
+        if number in self._groups:
+            self._remove(number)
         self._update()
 
     def take(self) -> list[Group]:
         """Remove and return a batch; only while `ready` is set."""
-        numbers = self._available()[: self._batch]
-        assert len(numbers) == self._batch
-        taken = [self._groups.pop(number) for number in numbers]
-        self.num_bytes -= sum(group.num_bytes for group in taken)
+        assert self._num_available() >= self.batch
+        taken = [self._remove(number) for number in self._next(self.batch)]
         self._update()
         return taken
 
     def put_back(self, groups: list[Group]) -> None:
         """Undo a `take`: the groups leave next, in the order they had."""
-        self._groups = {group.number: group for group in groups} | self._groups
-        self.num_bytes += sum(group.num_bytes for group in groups)
+        for group in reversed(groups):
+            self._add(group)
+            self._groups.move_to_end(group.number, last=False)
         self._update()
+
+    def overwritten(self) -> list[Group]:
+        """Of a ring above its bound: the groups that would leave next, which are to be dropped. The newest batch stays."""
+        found, num_left, bytes_left = list[Group](), len(self._groups), self.num_bytes
+        bound = self._bound if self._overwrites else None
+        if bound is None or (num_left <= bound and bytes_left <= self._max_bytes):
+            return found
+        for number in self._next(num_left - self.batch):
+            if num_left <= bound and bytes_left <= self._max_bytes:
+                break
+            found.append(self._groups[number])
+            num_left, bytes_left = num_left - 1, bytes_left - found[-1].num_bytes
+        return found
 
     def groups(self) -> list[Group]:
         """The waiting groups, in the order they were put."""
@@ -147,17 +203,53 @@ class GroupBuffer:
 
     def available(self) -> list[Group]:
         """The groups that may leave now, in the order in which they will."""
-        return [self._groups[number] for number in self._available()]
+        return [self._groups[number] for number in self._next(self._num_available())]
 
-    def _available(self) -> list[int]:
-        """Numbers of the groups that may leave now, in order."""
-        if self._waits_for is None:
-            return list(self._groups)
-        first = self._waits_for()
-        return sorted(number for number in self._groups if first is None or number < first)
+    def suspects(self, *, older_than: int | None) -> list[Group]:
+        """The groups that may be too old: those put since this was last called, and those with a token of a version before
+        `older_than`."""
+        found = {number: self._groups[number] for number in sorted(self._unchecked)}
+        for number, group in found.items():
+            self._by_age[group.oldest_version].add(number)
+        self._unchecked.clear()
+        for version in [version for version in self._by_age if older_than is not None and version < older_than]:
+            found |= {number: self._groups[number] for number in self._by_age[version]}
+        return list(found.values())
+
+    def _add(self, group: Group) -> None:
+        self._groups[group.number] = group
+        self._unchecked.add(group.number)
+        if self._waits_for is not None:
+            insort(self._numbers, group.number)
+        self.num_bytes += group.num_bytes
+        self.num_episodes += group.num_episodes
+
+    def _remove(self, number: int) -> Group:
+        group = self._groups.pop(number)
+        if self._waits_for is not None:
+            del self._numbers[bisect_left(self._numbers, number)]
+        if number in self._unchecked:
+            self._unchecked.remove(number)
+        else:
+            same_age = self._by_age[group.oldest_version]
+            same_age.remove(number)
+            if not same_age:
+                del self._by_age[group.oldest_version]
+        self.num_bytes -= group.num_bytes
+        self.num_episodes -= group.num_episodes
+        return group
+
+    def _num_available(self) -> int:
+        """Groups that may leave now."""
+        first = self._waits_for() if self._waits_for is not None else None
+        return len(self._groups) if first is None else bisect_left(self._numbers, first + self._window())
+
+    def _next(self, count: int) -> list[int]:
+        """Numbers of the groups that leave next."""
+        return list(islice(self._groups, count)) if self._waits_for is None else self._numbers[:count]
 
     def _update(self) -> None:
-        if len(self._available()) >= self._batch:
+        if self._num_available() >= self.batch:
             self.ready.set()
         else:
             self.ready.clear()

@@ -13,9 +13,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from headrace.buffer import Group, Versions
+from headrace.buffer import Group, Versions, num_sampled
 from headrace.partial import is_resumable, surviving_part
 from headrace.records import Scored, unpack_episodes, unpack_rollouts
 
@@ -56,6 +54,9 @@ class GroupInFlight:
     """Its place in the policy's order of submission."""
     task: Task
     episodes: list[EpisodeInFlight] = field(default_factory=list)
+    """With `buffer.unit = "episode"`, without those that are in the buffer already."""
+    rewards: list[float] = field(default_factory=list)
+    """Unshaped, of the episodes that were scored and have left it."""
     is_cancelled: bool = False
     """Removed from the table, though some of its episodes may still be finishing."""
 
@@ -71,9 +72,10 @@ class GroupInFlight:
 class InFlightTable:
     """The groups in flight of one policy by name, oldest first."""
 
-    def __init__(self, engine: Engine, *, keeps_turns: bool = False) -> None:
-        """`keeps_turns`: the environment can resume, so that all rollouts of an unfinished episode are kept."""
-        self._engine, self._keeps_turns = engine, keeps_turns
+    def __init__(self, engine: Engine, *, keeps_turns: bool = False, units: int = 1) -> None:
+        """`keeps_turns`: the environment can resume, so that all rollouts of an unfinished episode are kept. `units`: numbers
+        that a group has in the buffer."""
+        self._engine, self._keeps_turns, self._units = engine, keeps_turns, units
         self.groups: dict[str, GroupInFlight] = {}
         self._is_closed = False
 
@@ -90,12 +92,33 @@ class InFlightTable:
 
     @property
     def oldest(self) -> int | None:
-        """The number of the group that was submitted first."""
-        return next((group.number for group in self.groups.values()), None)
+        """The number, as the buffer counts, of what was submitted first."""
+        group = next(iter(self.groups.values()), None)
+        return None if group is None else self.number(group.episodes[0])
 
-    def add(self, group: GroupInFlight, *, size: int) -> None:
-        group.episodes = [EpisodeInFlight(group, index) for index in range(size)]
+    def number(self, record: EpisodeInFlight) -> int:
+        """The number under which an episode enters the buffer: its group's, or its own."""
+        return record.group.number * self._units + (record.index if self._units > 1 else 0)
+
+    @property
+    def num_units(self) -> int:
+        """What is in flight, as the buffer counts."""
+        return len(self.groups) if self._units == 1 else sum(len(group.episodes) for group in self.groups.values())
+
+    def add(self, group: GroupInFlight, *, indexes: Iterable[int]) -> None:
+        group.episodes = [EpisodeInFlight(group, index) for index in indexes]
         self.groups[group.name] = group
+
+    def leave(self, record: EpisodeInFlight) -> list[EpisodeInFlight]:
+        """What leaves the table now that this episode's outcome is known: itself, or its group if that is complete."""
+        group = record.group
+        if self._units > 1:
+            group.episodes.remove(record)
+        elif not group.is_complete:
+            return []
+        if self._units == 1 or not group.episodes:
+            del self.groups[group.name]
+        return [record] if self._units > 1 else group.episodes
 
     def cancel(self, name: str) -> GroupInFlight:
         """Remove a group and cancel its tasks, which cancels their generate calls."""
@@ -200,9 +223,3 @@ def _partials(interrupted: dict[str, Rollout], running: Sequence[InFlight]) -> d
 def _resumable(episodes: Sequence[tuple[dict[str, Rollout], Sequence[InFlight]]], *, keeps_turns: bool) -> list[Rollout]:
     every = [rollout for each in episodes for rollout in _partials(*each).values()]
     return [rollout for rollout in every if is_resumable(rollout) or (keeps_turns and rollout.num_sampled)]
-
-
-def num_sampled(episodes: Iterable[Episode]) -> int:
-    """Without the tokens that a fork shares with its parent, which counts them."""
-    rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
-    return sum(int(np.count_nonzero(each.is_sampled[each.parent[1] if each.parent else 0 :])) for each in rollouts)

@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from headrace.algorithms import unwanted
-from headrace.buffer import Group, buffer_capacity, make_buffer
+from headrace.buffer import Group, buffer_capacity, make_buffer, num_sampled, units_per_group
 from headrace.envs import can_resume
 from headrace.records import InfraAbort, Invalid, Scored
 from headrace.run.batches import (
@@ -21,15 +21,15 @@ from headrace.run.batches import (
     term_metrics,
     with_column,
 )
-from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable, num_sampled
+from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable
 from headrace.run.ledger import Ledger
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
-from headrace.staleness import Rejection, make_gate
+from headrace.staleness import Rejection, groups_ahead, make_gate
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from headrace.config import Recipe
     from headrace.observe import Observer, Signal
@@ -78,14 +78,21 @@ class PolicyState:
         is_elsewhere = not self.trainer.is_inline
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer, in_thread=is_elsewhere)
         self.gate = make_gate(recipe)
-        self.in_flight = InFlightTable(roles.engine, keeps_turns=can_resume(roles.environment))
-        self.buffer = make_buffer(recipe, oldest_in_flight=lambda: self.in_flight.oldest)
+        self._units = units_per_group(recipe)
+        self.in_flight = InFlightTable(roles.engine, keeps_turns=can_resume(roles.environment), units=self._units)
+        self.buffer = make_buffer(
+            recipe,
+            oldest_in_flight=lambda: self.in_flight.oldest,
+            num_in_flight=lambda: self.in_flight.num_units,
+            slots=self._gate_slots,
+        )
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
         self._max_in_flight = None if self.gate.bounds_in_flight else enough
         """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
         self.ledger = Ledger(self._count_open)
         self.submitted_groups = 0
-        self.dropped_groups = 0
+        self._num_dropped = 0
+        """Groups, or with `buffer.unit = "episode"` episodes, that will never be trained."""
         self._dropped_in_a_row = 0
         self.filtered: list[float] = []
         """Mean rewards of the groups that `[filter]` dropped since the last batch was taken."""
@@ -96,7 +103,7 @@ class PolicyState:
 
     def _count_open(self) -> tuple[int, int]:
         """Rollouts buffered, including those in training, and in flight."""
-        in_training = sum(len(group.episodes) for started in self.started for group in started.groups)
+        in_training = sum(group.num_episodes for started in self.started for group in started.groups)
         return self.buffer.num_episodes + in_training, sum(len(group.episodes) for group in self.in_flight.groups.values())
 
     @property
@@ -104,10 +111,20 @@ class PolicyState:
         """Which groups are too old."""
         return Rejection.of(self.recipe)
 
+    @property
+    def dropped_groups(self) -> int:
+        """Groups that will never be trained. Episodes lost one by one are rounded up to groups, or a batch might stay short."""
+        return -(-self._num_dropped // self._units)
+
+    def _gate_slots(self) -> int | None:
+        """Groups that the gate lets be submitted and untrained at the moment, less `partial.oversample`'s; None: no gate."""
+        depth = self.gate.depth
+        return None if depth is None else groups_ahead(depth + 1, self.recipe.train.groups_per_batch)
+
     def use(self, recipe: Recipe) -> None:
         """Settings have changed. In exact mode the gate, which lets groups in ahead of training, is renewed for each leg. With
         a smaller lag it stays closed until enough of what is ahead has been trained or rejected."""
-        self.recipe, self.buffer.capacity = recipe, buffer_capacity(recipe)
+        self.recipe, self.buffer.capacity = recipe, buffer_capacity(recipe, slots=self._gate_slots)
         if not recipe.exact:
             self.renew_gate()
 
@@ -132,10 +149,10 @@ class PolicyState:
         self.ledger.submitted += len(group.episodes)
         return group.episodes
 
-    def _add_group(self, number: int, task: Task) -> GroupInFlight:
+    def _add_group(self, number: int, task: Task, *, indexes: Iterable[int] | None = None) -> GroupInFlight:
         name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # seeds derive from it
         group = GroupInFlight(self.name, name, number, task)
-        self.in_flight.add(group, size=self.recipe.train.group_size)
+        self.in_flight.add(group, indexes=range(self.recipe.train.group_size) if indexes is None else indexes)
         return group
 
     # Collecting
@@ -151,49 +168,67 @@ class PolicyState:
         return True
 
     def collect(self, record: EpisodeInFlight, episode: Episode) -> None:
-        """Record an episode's outcome. A complete group goes to the buffer, or is dropped if too few episodes were scored."""
+        """Record an episode's outcome. What is complete goes to the buffer, or is dropped if too few episodes were scored: a
+        group or, with `buffer.unit = "episode"`, this episode."""
         group, record.ended = record.group, episode
-        if not group.is_complete:
+        ended = [each.ended for each in self.in_flight.leave(record) if each.ended is not None]
+        if not ended:
             return
-        del self.in_flight.groups[group.name]
         self._room.set()
+        reason = self._settle_unscored(ended)
+        scored = tuple(member for member in ended if isinstance(member.outcome, Scored))
+        complete = Group(self.in_flight.number(record), scored, group.task.source, group.task.index)
+        group.rewards += complete.unshaped_rewards
+        if group.name not in self.in_flight.groups:
+            self._tasks.report(group.number, group.task, group.rewards)
+        if len(scored) >= self.recipe.train.fewest_siblings:
+            self._put(complete)
+            return
+        self.ledger.settle("filtered", len(scored), reason="fewer than two siblings were scored" if scored else "")
+        self._drop(complete.number, num_sampled(ended))
+        self._filter()
+        self._dropped_in_a_row += 1
+        limit = max(64, 4 * self.recipe.train.groups_per_batch) * self._units
+        if self._dropped_in_a_row >= limit:
+            what = "groups" if self._units == 1 else "episodes"
+            raise NoProgress(f"{limit} {what} in a row could not be trained; the last because: {reason}")
+
+    def _settle_unscored(self, ended: list[Episode]) -> str:
+        """Count the episodes that have no score, and return why the last of them has none."""
         reason = ""
-        for member in group.ended:
+        for member in ended:
             if isinstance(member.outcome, Invalid | InfraAbort):
                 state, reason = "filtered" if isinstance(member.outcome, Invalid) else "failed", member.outcome.reason
                 log.warning("%s is %s: %s", member.id, state, reason)
                 self.ledger.settle(state, reason=reason, id=member.id)
-        scored = tuple(member for member in group.ended if isinstance(member.outcome, Scored))
-        scored_group = Group(group.number, scored, group.task.source, group.task.index)
-        self._tasks.report(group.number, group.task, scored_group.unshaped_rewards)
-        if len(scored) >= self.recipe.train.fewest_siblings:
-            self.buffer.put(scored_group)
-            self._filter()
-            return
-        self.ledger.settle("filtered", len(scored), reason="fewer than two siblings were scored" if scored else "")
-        self._drop(group.number, num_sampled(group.ended))
+        return reason
+
+    def _put(self, group: Group) -> None:
+        self.buffer.put(group)
+        for oldest in self.buffer.overwritten():
+            self._reject(oldest, "overwritten")
         self._filter()
-        self._dropped_in_a_row += 1
-        limit = max(64, 4 * self.recipe.train.groups_per_batch)
-        if self._dropped_in_a_row >= limit:
-            raise NoProgress(f"{limit} groups in a row could not be trained; the last because: {reason}")
 
     def _filter(self) -> None:
         """Drop what `[filter]` does not want of the groups that may leave now. `feed` submits others in their place. Only those
         are judged: in submission order, what is dropped then does not depend on which group is complete first."""
-        settings, batch = self.recipe.filter, self.recipe.train.groups_per_batch
+        settings, batch = self.recipe.filter, self.buffer.batch
         if not settings.is_on:
             return
         waiting, most = self.buffer.available(), (settings.max_draws - 1) * batch - len(self.filtered)
         for place, reason in unwanted([group.unshaped_rewards for group in waiting], settings, batch=batch, most=most).items():
             group = waiting[place]
             self.filtered.append(sum(group.unshaped_rewards) / len(group.unshaped_rewards))
-            self.ledger.settle("filtered", len(group.episodes), reason=reason)
-            self._drop(group.number, num_sampled(group.episodes))
+            self.ledger.settle("filtered", group.num_episodes, reason=reason)
+            self._drop(group.number, group.num_sampled)
 
-    def _drop(self, number: int, wasted_tokens: int) -> None:
+    def _reject(self, group: Group, reason: str) -> None:
+        self.ledger.settle("rejected", group.num_episodes, reason=reason)
+        self._drop(group.number, group.num_sampled)
+
+    def _drop(self, number: int, wasted_tokens: int, *, count: int = 1) -> None:
         self.buffer.drop(number)
-        self.dropped_groups += 1
+        self._num_dropped += count
         self.wasted_tokens += wasted_tokens
         self._room.set()
 
@@ -202,11 +237,10 @@ class PolicyState:
     def reject_stale(self, version: int) -> None:
         """Remove groups too old to train `version` from the buffer."""
         rejection = self.rejection
-        for group in self.buffer.groups():
+        for group in self.buffer.suspects(older_than=rejection.older_than(version)):
             reason = rejection.reason(group, version=version, lineage=self.lineage)
             if reason is not None:
-                self.ledger.settle("rejected", len(group.episodes), reason=reason)
-                self._drop(group.number, num_sampled(group.episodes))
+                self._reject(group, reason)
         self._filter()
 
     async def cancel_over_age(self, version: int) -> None:
@@ -220,9 +254,9 @@ class PolicyState:
     def cancel(self, name: str, tokens: int) -> None:
         """Cancel a group in flight for which `tokens` were sampled; another may be submitted in its place."""
         group = self.in_flight.cancel(name)
-        self._tasks.report(group.number, group.task, [])
+        self._tasks.report(group.number, group.task, group.rewards)
         self.ledger.settle("rejected", len(group.episodes), reason="lag, cancelled in flight")
-        self._drop(group.number, tokens)
+        self._drop(group.number, tokens, count=1 if self._units == 1 else len(group.episodes))
         self._filter()
 
     # Training
@@ -259,7 +293,7 @@ class PolicyState:
         self.term_weights = started.following or self.term_weights
         self._dropped_in_a_row = 0
         self.started.remove(started)
-        self.ledger.settle("trained", sum(len(group.episodes) for group in started.groups))
+        self.ledger.settle("trained", sum(group.num_episodes for group in started.groups))
         self.ledger.check()
         self._tasks.hand_over()  # calls a user's sampler, which may raise
 
@@ -289,8 +323,13 @@ class PolicyState:
             "lineage": self.lineage.id,
             "ancestors": self.lineage.ancestors,
             "submitted_groups": self.submitted_groups,
-            "dropped_groups": self.dropped_groups,
+            "dropped_groups": self._num_dropped,
             "in_flight": [[group.number, *dataclasses.astuple(group.task)] for group in self.in_flight.groups.values()],
+            "siblings": {
+                str(group.number): [[record.index for record in group.episodes], group.rewards]
+                for group in self.in_flight.groups.values()
+                if len(group.episodes) < self.recipe.train.group_size
+            },
             "filtered": list(self.filtered),
             "ledger": self.ledger.state(),
             "term_weights": list(self.term_weights),
@@ -302,9 +341,10 @@ class PolicyState:
         await self.trainer.load(checkpoint.folder)
         self.version = self.held_version = checkpoint.version
         self.term_weights = TermWeights(*manifest["term_weights"])
-        self.submitted_groups, self.dropped_groups = manifest["submitted_groups"], manifest["dropped_groups"]
+        self.submitted_groups, self._num_dropped = manifest["submitted_groups"], manifest["dropped_groups"]
         for number, *task in manifest["in_flight"]:
-            self._add_group(number, Task(*task))
+            indexes, rewards = manifest.get("siblings", {}).get(str(number), (None, []))
+            self._add_group(number, Task(*task), indexes=indexes).rewards = rewards
         self.wasted_tokens += self.in_flight.restore(
             checkpoint.in_flight(), version=self.version, lineage=self.lineage, rejection=self.rejection
         )

@@ -15,7 +15,6 @@ from headrace.run.callbacks import Callbacks, CallbackState
 from headrace.run.changes import Change, changed, value_of
 from headrace.run.checkpoint import CheckpointError, random_state, restore_random_state
 from headrace.run.held_out import HeldOutEvaluations
-from headrace.run.in_flight import num_sampled
 from headrace.run.loops import leg, run_loops
 from headrace.run.metrics import Progress, rollout_rows, settled_shares, trainer_metrics
 from headrace.run.policy import POLICY
@@ -297,7 +296,7 @@ class Session:
         if engine_peak := self.roles.engine_peak():
             memory["engine"] = {"predicted": forecast and forecast.engine_process, "peak": engine_peak}
         before, after = progress.held_out_before or {}, progress.held_out_after
-        untrained = policy.wasted_tokens + sum(num_sampled(group.episodes) for group in policy.buffer.groups())
+        untrained = policy.wasted_tokens + sum(group.num_sampled for group in policy.buffer.groups())
         role, share_of_time = bound_by(budget)
         return {
             "status": status,
