@@ -125,6 +125,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     envs.set_defaults(run=_envs)
 
+    _add_presets(commands)
+    _add_serve(commands)
+    add_bench_command(commands)
+    return parser
+
+
+def _add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     presets = commands.add_parser(
         "presets",
         help="list the libraries that a recipe can be set to work like, or show the settings of one",
@@ -134,10 +141,6 @@ def make_parser() -> argparse.ArgumentParser:
     actions = presets.add_subparsers(dest="action", metavar="show")
     show = actions.add_parser("show", help="print each setting of a preset, its reason, and what differs from the library")
     show.add_argument("name", metavar="NAME", help="as in the list")
-
-    _add_serve(commands)
-    add_bench_command(commands)
-    return parser
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

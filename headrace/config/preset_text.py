@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from headrace.config.presets import PRESETS
+from headrace.config.recipe import Recipe
 from headrace.settings import ConfigError, to_toml
 
 if TYPE_CHECKING:
@@ -14,22 +16,22 @@ if TYPE_CHECKING:
 
     from headrace.config.presets import Preset
 
-AXES: dict[str, dict[str, str | dict[Any, str]]] = {
+AXES: dict[str, dict[str, str]] = {
     "buffer": {
         "buffer.kind": "{}",
         "buffer.depth": "{} batches",
-        "buffer.order": {"submission": "in order"},
-        "buffer.window": "window {:g}",
-        "filter.max_tied": {0.0: "no ties"},
+        "buffer.order": "by {}",
+        "buffer.window": "{:g}",
+        "filter.max_tied": "tied ≤ {:g}",
     },
     "weight sync": {"sync.payload": "{}", "sync.transport": "{}"},
     "staleness": {
         "staleness.max_lag": "lag {}",
         "staleness.max_lag_limit": "≤ {}",
-        "staleness.gate": {"none": "no gate"},
-        "staleness.slots": "{:g} batches of slots",
-        "staleness.reject": {"never": "no drops", "first": "drop by first token", "oldest": "drop by oldest token"},
-        "staleness.rejected": {"retry": "retry"},
+        "staleness.gate": "gate {}",
+        "staleness.slots": "{:g} batches",
+        "staleness.reject": "reject {}",
+        "staleness.rejected": "{}",
         "staleness.correct": "{}",
     },
     "in flight": {"partial.interrupt": "{}", "partial.oversample": "oversample {:g}", "partial.cancel": "cancel {}"},
@@ -37,21 +39,19 @@ AXES: dict[str, dict[str, str | dict[Any, str]]] = {
     "training": {"train.loss": "{}", "train.mini_batches": "{} mini-batches", "reward.processes": "reward process"},
 }
 """The axes that are settings; by key, how its value is told in the list. Orchestration comes before them, in words."""
+_USUAL = ("staleness.gate", "staleness.rejected")
+"""Told only where it is not the default."""
 
 
 def axes(preset: Preset) -> list[str]:
     """Each axis in a few words; "–" where the preset leaves it to the recipe."""
-    cells = [preset.orchestration]
+    cells, usual = [preset.orchestration], Recipe()
     for told in AXES.values():
-        words = [_word(told[key], preset.settings[key][0]) for key in told if key in preset.settings]
-        cells.append(", ".join(filter(None, words)) or "–")
+        chosen = {key: preset.settings[key][0] for key in told if key in preset.settings}
+        chosen = {key: value for key, value in chosen.items() if key not in _USUAL or value != attrgetter(key)(usual)}
+        words = [told[key].format(" + ".join(it) if isinstance(it, list) else it) for key, it in chosen.items()]
+        cells.append(", ".join(words) or "–")
     return cells
-
-
-def _word(told: str | dict[Any, str], value: Any) -> str:  # noqa: ANN401  (a setting's)
-    if isinstance(told, dict):
-        return told.get(value, "")
-    return told.format(" + ".join(value) if isinstance(value, list) else value)
 
 
 def list_presets() -> str:
@@ -74,9 +74,9 @@ def show_preset(name: str) -> str:
     if preset.advice:
         lines += ["", "To set besides, where it applies:", *_table(preset.advice, width)]
     placed = (
-        f"Orchestration: {preset.orchestration} there. A preset does not set `orchestrate`: here it runs wherever the recipe "
-        f"and the machine place it, in one process (`inline`) with weights in memory whatever sync.transport. Trainer: "
-        f"{preset.backend} there, Headrace's own here."
+        f"Orchestration there: {preset.orchestration}; training: {preset.backend}. A preset does not set `orchestrate`: it runs "
+        f"here wherever the recipe and the machine place it, with Headrace's own trainer. In one process (`inline`) weights "
+        f"travel in memory, whatever sync.transport."
     )
     return "\n".join([*lines, "", *textwrap.wrap(preset.differs, 110), "", *textwrap.wrap(placed, 110)])
 

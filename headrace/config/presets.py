@@ -126,7 +126,8 @@ PRESETS: dict[str, Preset] = {
         orchestration="Ray",
         backend="Megatron",
         settings={
-            "buffer.kind": ("stream", "finished groups wait in a FIFO; its bound is the gate's"),
+            "buffer.kind": ("bounded", "finished groups wait in a FIFO"),
+            "buffer.depth": (2, "its capacity factor: two batches"),
             "staleness.max_lag": (2, "its max_weight_staleness, which has no default"),
             "staleness.gate": ("slots", "samples, not groups, take slots"),
             "staleness.slots": (2.0, "two batches of samples are unfinished at most"),
@@ -138,8 +139,8 @@ PRESETS: dict[str, Preset] = {
             "sync.transport": ("auto", "CUDA IPC where trainer and engine share a GPU"),
         },
         advice={**_ROUTING, 'lora.targets = ["all", "experts"]': "with lora.rank: an adapter for each expert"},
-        differs="miles bounds its FIFO at two batches of groups and has its producer wait; here the slots and buffer.max_gb "
-        "bound it. It can also send weights by RDMA.",
+        differs="With a full FIFO, miles has its producer wait with what is finished; here submission waits. It can also send "
+        "weights by RDMA.",
     ),
     "areal": Preset(
         orchestration="asyncio, HTTP",
@@ -188,7 +189,8 @@ PRESETS: dict[str, Preset] = {
             "partial.interrupt": _KEEP,
             "sync.transport": _COLLECTIVE,
         },
-        differs="Open Instruct does not train adapters.",
+        differs="Open Instruct queues prompts at the engines ahead of training; here groups wait behind the gate and start when it "
+        "opens. It does not train adapters.",
     ),
     "roll": Preset(
         orchestration="Ray",
@@ -285,8 +287,12 @@ PRESETS: dict[str, Preset] = {
             "partial.interrupt": _DRAIN,
             "sync.transport": ("files", "weights are saved, and the inference server is restarted with them"),
         },
-        differs="Atropos' trainer polls an API server; here environments push scored groups to the launcher. Engines load new "
-        "weights without a restart.",
+        advice={
+            'environment.name = "headrace.envs:PushedEnvironment"': "environments push scored groups (docs/adapters.md)",
+            '[[tasks]] source = "pushed:groups"': "a place for each group that is pushed",
+        },
+        differs="Atropos' trainer polls an API server; here environments push to the launcher, and without the settings above "
+        "the run's own environment fills the places. Engines load new weights without a restart.",
     ),
     "oat": Preset(
         orchestration="actors, learner, oracle",

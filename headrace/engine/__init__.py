@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.engine.request import HeldAdapter, Request
     from headrace.engine.server.address import bind, url_of
     from headrace.engine.server.app import CompletionServer
-    from headrace.engine.server.body import ApiError, Body, bad, check, shown, unsupported
+    from headrace.engine.server.body import ApiError, Body, bad, check, check_token_ids, shown, unsupported
     from headrace.engine.server.chat import Chat
     from headrace.engine.server.http import MAX_BODY, Events, bearer, error_response, read_body
     from headrace.engine.server.requests import NEUTRAL, read_stops

@@ -224,6 +224,8 @@ class EngineClient(EpisodeClient):
     keeps_turns: bool = False
     """The environment can resume: what finished calls returned is kept in `partials` too, and returned again to the same calls
     when the episode is run again."""
+    group_size: int = 0
+    """Episodes of its group; 0 in an evaluation."""
     limit: CallLimit | None = None
     """Bounds the calls in flight at the engine."""
     clock: asyncio.Timeout | None = None

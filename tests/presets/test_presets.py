@@ -100,7 +100,7 @@ def test_the_command_needs_no_torch() -> None:
     program = "import sys; from headrace.cli import main\ntry: main(['presets', 'show', 'areal'])\nexcept SystemExit: pass\n"
     done = subprocess.run([sys.executable, "-c", f"{program}assert 'torch' not in sys.modules"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "decoupled_ppo" in done.stdout and "asyncio, HTTP there" in done.stdout
+    assert "decoupled_ppo" in done.stdout and "there: asyncio, HTTP;" in done.stdout
 
 
 def test_the_page_has_every_preset() -> None:

@@ -8,6 +8,7 @@ import http.server
 import itertools
 import json
 import threading
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from families import make
 from watched import GROUPS, SIBLINGS, Watched, has_resumed, run_preset, simulate, versions_of
 
 from headrace.engine.native.core import EngineCore
+from headrace.envs import PushedEnvironment
 from headrace.model import build_tokenizer
 from headrace.run.state import Run
 from headrace.trainer import DeviceTrainer
@@ -22,6 +24,9 @@ from headrace.trainer.local import LocalTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+TOKEN = "0123456789abcdef"
+"""Of what pushes to a run."""
 
 
 def test_trl_trains_on_policy_and_nothing_is_in_flight_meanwhile(tmp_path, monkeypatch):
@@ -51,6 +56,7 @@ def test_verl_trains_mini_batches_from_a_stream_and_refills_one_for_one(monkeypa
     assert watched.reasons["rejected: lag"] > 0 and watched.counts["trained"] == 30 * GROUPS * SIBLINGS
     after_drops = [each.ahead for each in watched.submissions if each.dropped]
     assert max(after_drops) == 2 * GROUPS, "a dropped group is replaced, and by one"
+    assert watched.num_retried == 0, "with another task"
 
 
 def test_art_holds_each_rollout_to_the_version_it_began_with(tmp_path, monkeypatch):
@@ -77,10 +83,10 @@ def test_miles_retracts_and_counts_samples_and_retries_what_is_stale(tmp_path, m
     monkeypatch.setattr(EngineCore, "retract_running", lambda self: (retracted.append(self.num_running), retract(self))[1])
     watched = run_preset("miles", tmp_path, monkeypatch)
     assert any(retracted) and watched.spanning and not any(map(has_resumed, watched.spanning)), "no call ends"
-    watched = simulate("miles", monkeypatch, staleness={"max_lag": 1})
+    watched = simulate("miles", monkeypatch, staleness={"max_lag": 1}, buffer={"depth": 1})
     assert max(each.unfinished for each in watched.submissions) == 2 * GROUPS * SIBLINGS
     assert any(each.running > 2 * GROUPS for each in watched.submissions), "the ended of a group leave their slots to others"
-    assert watched.reasons["rejected: lag"] > 0
+    assert watched.reasons["rejected: lag"] > 0 and watched.num_retried > 0
 
 
 def test_miles_replays_the_routing_that_the_engine_recorded(tmp_path, monkeypatch):
@@ -159,7 +165,7 @@ def test_skyrl_never_drops(monkeypatch):
 
 
 def test_nemo_rl_reserves_a_place_when_it_submits_and_commits_in_order(monkeypatch):
-    watched = simulate("nemo-rl", monkeypatch)
+    watched = simulate("nemo-rl", monkeypatch, staleness={"max_lag": 4})  # the gate alone would let five batches in
     assert max(each.waiting + each.running for each in watched.submissions) == 2 * GROUPS, "reserved and committed places"
     taken = list(itertools.chain.from_iterable(watched.batches))
     assert taken == sorted(taken)
@@ -169,6 +175,46 @@ def test_prime_rl_cancels_over_age_groups_while_they_run(tmp_path, monkeypatch):
     watched = run_preset("prime-rl", tmp_path, monkeypatch, staleness={"max_lag": 1})
     assert watched.reasons["rejected: lag, cancelled in flight"] > 0 and max(watched.lags) <= 1
     assert watched.spanning and not any(map(has_resumed, watched.spanning)), "the others go on over the update"
+
+
+def push_groups(environment: PushedEnvironment, prompt: list[int], pushed: list[list[int]], is_over: threading.Event) -> None:
+    """An environment of its own: it samples, scores and pushes groups until the run is over."""
+
+    def call(path: str, body: dict[str, Any]) -> Any:
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{environment.url}{path}", data=json.dumps(body).encode(), headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    while not is_over.is_set():
+        with contextlib.suppress(OSError):  # no place is open yet, or the run is over
+            sampled = call("/generate", {"prompt": {"prompt_token_ids": prompt}, "logprobs": 0, "n": SIBLINGS})["token_ids"]
+            tokens = [[*prompt, *new] for new in sampled]
+            masks = [[-100] * len(prompt) + new for new in sampled]
+            call("/scored_data", {"tokens": tokens, "masks": masks, "scores": [0.25, 0.75]})
+            pushed += tokens
+
+
+def test_atropos_trains_groups_that_environments_push(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_PUSH_TOKENS", TOKEN)
+    environment, pushed, is_over = PushedEnvironment(port=0, wait=0.2), list[list[int]](), threading.Event()
+    pushing = [
+        threading.Thread(target=push_groups, args=(environment, [5, 6 + number], pushed, is_over), daemon=True)
+        for number in range(4)
+    ]
+    for thread in pushing:
+        thread.start()
+    try:
+        how = {"tasks": "pushed:groups", "environment": environment, "reward": None}
+        watched = run_preset("atropos", tmp_path, monkeypatch, **how, steps=4, sampling={"max_tokens": 16})
+    finally:
+        is_over.set()
+    assert watched.counts["trained"] == 4 * GROUPS * SIBLINGS and not watched.reasons
+    assert {rollout.reward for _, rollout in watched.trained} == {0.25, 0.75}, "as the environment scored them"
+    for thread in pushing:
+        thread.join(60)
+    assert all(rollout.token_ids.tolist() in pushed for _, rollout in watched.trained), "what was pushed is what is trained"
+    assert max(each.ahead for each in watched.submissions) == 3 * GROUPS, "the ceiling: no place beyond the buffered batches"
 
 
 @contextlib.contextmanager
@@ -239,6 +285,13 @@ def test_pipelinerl_changes_versions_inside_a_rollout_without_a_pause(tmp_path, 
     assert len(under_way) >= 7 and all(decoded >= running for running, decoded in under_way), "each goes on in the next step"
     assert max(len(versions_of(rollout)) for rollout in watched.spanning) > 2
     assert all(len(rollout.calls) == 1 for rollout in watched.spanning), "one call, one KV cache, several versions"
+
+
+def test_pipelinerl_never_stops_generating_for_a_slow_trainer(monkeypatch):
+    watched = simulate("pipelinerl", monkeypatch, step_turns=200)
+    assert watched.reasons.keys() == {"rejected: overwritten"}, "the oldest make room for the newest"
+    assert max(each.waiting for each in watched.submissions) == 2 * GROUPS
+    assert max(each.ahead for each in watched.submissions) > 5 * GROUPS, "nothing counts how far it is ahead"
 
 
 def test_openrlhf_keeps_a_queue_of_one_batch_and_drops_nothing(monkeypatch):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from helpers import SMALL, TASKS, length_reward, small_run
+from helpers import SMALL, length_reward, small_run
 
 from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_run
 from headrace.config import make_recipe
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.launch.launcher import RunResult
     from headrace.records import Batch, Rollout, Sampling
     from headrace.run import StartedBatch
+    from headrace.tasks import Task
 
 GROUPS, SIBLINGS = 4, 2
 """Groups of a batch, and rollouts of a group."""
@@ -63,6 +64,7 @@ class Submission:
     in_training: int
     unfinished: int
     """Episodes in flight that have not ended."""
+    prompt: str
 
     @property
     def ahead(self) -> int:
@@ -95,11 +97,17 @@ class Watched:
         """Of each rollout's oldest token."""
         return [version - versions_of(rollout)[0] for version, rollout in self.trained]
 
+    @property
+    def num_retried(self) -> int:
+        """Tasks that were submitted again, in a simulation, which has enough for all."""
+        prompts = [each.prompt for each in self.submissions]
+        return len(prompts) - len(set(prompts))
+
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         submit, start_batch = PolicyState.submit, PolicyState.start_batch
 
-        def submitting(policy: PolicyState, *arguments: Any, **options: Any) -> Any:
-            episodes = submit(policy, *arguments, **options)
+        def submitting(policy: PolicyState, task: Task, **options: Any) -> Any:
+            episodes = submit(policy, task, **options)
             in_flight = policy.in_flight.groups.values()
             self.submissions.append(
                 Submission(
@@ -111,6 +119,7 @@ class Watched:
                     running=len(in_flight),
                     in_training=sum(len(started.groups) for started in policy.started),
                     unfinished=sum(record.ended is None for group in in_flight for record in group.episodes),
+                    prompt=task.row["prompt"],
                 )
             )
             return episodes
@@ -197,25 +206,36 @@ class TailEngine(InstantEngine):
 class TurnsTrainer(StubTrainer):
     """A step takes some turns of the event loop."""
 
+    def __init__(self, lineage: Lineage, *, turns: int) -> None:
+        super().__init__(lineage)
+        self._turns = turns
+
     async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
-        for _ in range(10):
+        for _ in range(self._turns):
             await asyncio.sleep(0)
         return await super().step(batch, learning_rate=learning_rate)
 
 
-def simulate(name: str, patch: pytest.MonkeyPatch, *, reward: Callable[..., float] = length_reward, **changes: Any) -> Watched:
+def simulate(
+    name: str,
+    patch: pytest.MonkeyPatch,
+    *,
+    reward: Callable[..., float] = length_reward,
+    step_turns: int = 10,
+    **changes: Any,
+) -> Watched:
     """Run the loops with the preset's settings and `changes`, without a model."""
     changes = {"sync": {"canary_limit": 1e9}, "steps": 30, "orchestrate": "inline", **changes}  # a stub has no logprobs
     recipe = make_recipe({**SMALL, **_settings(name, changes)})
     watched, lineage, encoder = Watched(), Lineage.new(), PromptEncoder(build_tokenizer())
-    trainer = TurnsTrainer(lineage)
+    trainer = TurnsTrainer(lineage, turns=step_turns)
     roles = Roles(
         engine=TailEngine(longest=recipe.sampling.max_tokens),
         trainers={POLICY: trainer},
         scorer=RewardScorer([(RewardFunction(reward), 1.0)], decode=encoder.decode, settings=recipe.reward),
         environment=SingleTurn(),
         encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=TASKS)),
+        tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": str(number)} for number in range(2000)])),
         canary=make_canary(encoder.encode("canary")),
         stop_ids=(1,),
         services=(),
