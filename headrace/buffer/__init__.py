@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.buffer.groups import Group, GroupBuffer, num_sampled
+    from headrace.buffer.groups import Group, GroupBuffer, Versions, num_sampled
     from headrace.buffer.journal import Entry, Journal, task_fingerprint, versions_of
     from headrace.buffer.kinds import (
         buffer_capacity,

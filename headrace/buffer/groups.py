@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,13 +20,38 @@ if TYPE_CHECKING:
 
     from headrace.buffer.journal import Entry, Journal
     from headrace.buffer.segments import Place
-    from headrace.records import Episode
+    from headrace.records import Episode, Rollout
 
 
 _OBJECT_BYTES = 2048
 """Of a rollout's Python objects and its part of the episode and the task, besides its arrays."""
 _SPILLED_BYTES = 1024
 """What stays in memory of a group that waits on disk."""
+
+
+class Versions(NamedTuple):
+    """The policy versions that sampled the tokens of a rollout or a group."""
+
+    first: int
+    """Of the first token sampled, which is the oldest."""
+    newest: int
+    trained: int
+    """The oldest of the tokens that are trained; the newest if none is."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Versions | None:
+        """None if nothing was sampled."""
+        first, versions = rollout.oldest_version, rollout.versions
+        if first < 0:
+            return None
+        newest = int(versions.max())
+        return cls(first, newest, int(versions[rollout.loss_mask].min(initial=newest)))
+
+    def joined(self, other: Versions | None) -> Versions:
+        """Of both together."""
+        if other is None:
+            return self
+        return Versions(min(self.first, other.first), max(self.newest, other.newest), min(self.trained, other.trained))
 
 
 @dataclass(frozen=True)
@@ -50,21 +75,28 @@ class Group:
         return len(self.episodes) > 1 and len({episode.reward for episode in self.episodes}) == 1
 
     @cached_property
-    def versions(self) -> dict[str, tuple[int, int]]:
-        """By lineage, the oldest and newest version that sampled its tokens. Cached, because it is asked for every version."""
+    def versions(self) -> dict[str, Versions]:
+        """By lineage, those that sampled its tokens. Cached, because it is asked for every version."""
         rollouts = [rollout for episode in self.episodes for rollout in episode.rollouts]
-        found = {}
-        for lineage in {rollout.lineage for rollout in rollouts}:
-            versions = np.concatenate([rollout.versions for rollout in rollouts if rollout.lineage == lineage])
-            sampled = versions[versions >= 0]
-            if len(sampled):
-                found[lineage] = (int(sampled.min()), int(sampled.max()))
+        found: dict[str, Versions] = {}
+        for rollout in rollouts:
+            versions = Versions.of(rollout)
+            if versions is not None:
+                found[rollout.lineage] = versions.joined(found.get(rollout.lineage))
         return found
 
     @property
     def oldest_version(self) -> int:
         """The oldest that sampled any of its tokens; 0 if none is sampled."""
-        return min((oldest for oldest, _ in self.versions.values()), default=0)
+        return 0 if self.span is None else self.span.first
+
+    @cached_property
+    def span(self) -> Versions | None:
+        """The versions that sampled its tokens, of all lineages; None if there are no tokens."""
+        span = None
+        for versions in self.versions.values():
+            span = versions.joined(span)
+        return span
 
     @cached_property
     def num_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,8 +69,10 @@ def buffer_policy(recipe: Recipe) -> BufferPolicy:
     """The kind of buffer that `buffer.kind` names, with `auto` and `buffer.depth` resolved."""
     kind, depth, staleness = recipe.buffer.kind, recipe.buffer.depth, recipe.staleness
     if kind == "auto":
-        depth = staleness.max_lag
+        depth = math.ceil(recipe.max_lag)
         kind = {0: "synchronous", 1: "one_ahead"}.get(depth, "bounded") if staleness.is_bounded else "stream"
+        if staleness.is_auto and staleness.is_gated and not recipe.is_inline:
+            kind = "resizable"
     policy = POLICIES[kind]
     return dataclasses.replace(policy, max_batches=depth) if policy.has_depth else policy
 
@@ -103,18 +106,18 @@ def check_buffer(recipe: Recipe) -> None:
 
 
 def _check_depth(recipe: Recipe, policy: BufferPolicy) -> None:
-    depth, lag = policy.max_batches, recipe.staleness.max_lag if recipe.staleness.is_bounded else None
+    depth, lag = policy.max_batches, math.ceil(recipe.max_lag) if recipe.staleness.is_bounded else None
     if policy.has_depth and (depth or 0) < 1:
         raise ConfigError(f"buffer.depth = {depth}: a {policy.name} buffer holds at least 1 batch")
     if lag is None:
         return
     if lag < policy.least_lag:
-        problem = f"nothing can run ahead with staleness.max_lag = {lag}"
+        problem = f"nothing can run ahead with {recipe.staleness.bounded_by}"
         raise ConfigError(f"buffer.kind = '{policy.name}': {problem}; set it to {policy.least_lag}")
     most = lag + 1 if policy.reserves else max(lag, 1)
     if policy.has_depth and depth is not None and depth > most:
-        problem = f"a batch that waits so long lags more than staleness.max_lag = {lag}"
-        fix = f"raise max_lag to {depth - 1 if policy.reserves else depth} or lower the depth"
+        problem = f"a batch that waits so long lags more than {recipe.staleness.bounded_by}"
+        fix = f"raise it to {depth - 1 if policy.reserves else depth} or lower the depth"
         raise ConfigError(f"buffer.depth = {depth}: {problem}; {fix}")
 
 

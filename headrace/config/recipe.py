@@ -103,6 +103,11 @@ class Recipe:
         return self.orchestrate == "inline"
 
     @property
+    def max_lag(self) -> float:
+        """`staleness.max_lag` as a number: the most that "auto" can come to."""
+        return self.staleness.bound(is_inline=self.is_inline)
+
+    @property
     def max_tokens(self) -> int:
         """The most new tokens of any rollout, trained or held out."""
         return max(self.sampling.max_tokens, self.evaluate.sampling.max_tokens)

@@ -13,10 +13,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer import Group, num_sampled, task_fingerprint
-from headrace.partial import is_over_age, is_resumable, surviving_part
+from headrace.buffer import Group, Versions, num_sampled, task_fingerprint
+from headrace.partial import is_resumable, surviving_part
 from headrace.records import Scored, unpack_episodes, unpack_rollouts
-from headrace.staleness import too_old
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from headrace.engine import Engine, InFlight
     from headrace.records import Episode, Rollout
+    from headrace.staleness import Rejection
     from headrace.sync import Lineage
     from headrace.tasks import Task
 
@@ -134,29 +134,35 @@ class InFlightTable:
                 record.running.cancel()
         return group
 
-    async def over_age(self, *, next_version: int, max_lag: int) -> dict[str, int]:
-        """Groups already too old for every later batch -> tokens sampled for them. A group is as old as its oldest trainable
-        token; tokens that an engine process has not reported yet do not count."""
-        sampled: dict[str, tuple[str, int | None, int]] = {}  # rollout -> (group, oldest version to be trained, tokens)
+    @property
+    def num_unfinished(self) -> int:
+        """Episodes whose environment still runs or is to be run."""
+        return sum(record.ended is None for record in self.episodes())
+
+    async def over_age(self, rejection: Rejection, *, next_version: int, held: int | None) -> dict[str, int]:
+        """Groups already too old for every later batch -> tokens sampled for them; tokens that an engine process has not
+        reported yet do not count. `held`: the version that samples the next token of a running generate call; None if each
+        keeps the version it began with."""
+        sampled: dict[str, tuple[str, Versions | None, int]] = {}  # rollout -> (group, of what may be trained, tokens)
         for record in self.episodes():
             ended = record.ended
             is_trained = ended is None or ended.outcome is None or isinstance(ended.outcome, Scored)
             for rollout in record.partials.values() if ended is None else ended.rollouts:
                 if rollout.num_sampled:
-                    oldest = rollout.oldest_version if is_trained else None
-                    sampled[rollout.id] = (record.group.name, oldest, rollout.num_sampled)
+                    sampled[rollout.id] = (record.group.name, Versions.of(rollout) if is_trained else None, rollout.num_sampled)
         for call in await self._engine.in_flight():
-            rollout = call.rollout
-            if call.oldest is not None and rollout.group in self.groups:
+            rollout, oldest = call.rollout, call.oldest
+            if oldest is not None and rollout.group in self.groups:
                 earlier = rollout.num_sampled if rollout.calls else 0
-                sampled[rollout.id] = (rollout.group, call.oldest, earlier + call.num_sampled)
-        tokens: Counter[str] = Counter()
-        doomed: set[str] = set()
-        for name, version, count in sampled.values():
+                versions = Versions(oldest, max(oldest, held or 0), oldest)
+                sampled[rollout.id] = (rollout.group, versions, earlier + call.num_sampled)
+        tokens, spans = Counter[str](), dict[str, Versions]()
+        for name, versions_or_none, count in sampled.values():
             tokens[name] += count
-            if version is not None and is_over_age(version, next_version=next_version, max_lag=max_lag):
-                doomed.add(name)
-        return {name: tokens[name] for name in self.groups if name in doomed}
+            if versions_or_none is not None:
+                spans[name] = versions_or_none.joined(spans.get(name))
+        is_doomed = {name: rejection.is_over_age(span, at=next_version) for name, span in spans.items()}
+        return {name: tokens[name] for name in self.groups if is_doomed.get(name)}
 
     # Legs and checkpoints
 
@@ -192,7 +198,7 @@ class InFlightTable:
                 by_episode[call.rollout.episode].append(call)
         return by_episode
 
-    def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, max_lag: int | None) -> int:
+    def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, rejection: Rejection) -> int:
         """Fill a checkpoint's groups, re-added under their old numbers, and return the tokens lost. A rollout is cut before its
         first token from weights that this lineage does not descend from; what is too old for later batches is sampled again. Of
         what is in flight no longer, because the journal has it, nothing is filled."""
@@ -200,13 +206,14 @@ class InFlightTable:
         for entry in entries:
             for episode in unpack_episodes(entry["episodes"]):
                 alone = Group(number=entry["number"], episodes=(episode,))
-                if too_old(alone, version=version, max_lag=max_lag, lineage=lineage):
+                if rejection.reason(alone, version=version, lineage=lineage):
                     lost += num_sampled([episode])
                 elif episode.id in records:
                     records[episode.id].ended = episode
             for saved in unpack_rollouts(entry["rollouts"]):
                 kept = surviving_part(saved, lineage)
-                if kept and max_lag is not None and is_over_age(kept.oldest_version, next_version=version, max_lag=max_lag):
+                versions = Versions.of(kept) if kept else None
+                if versions and rejection.is_over_age(versions, at=version):
                     kept = None
                 lost += saved.num_sampled - (kept.num_sampled if kept else 0)
                 if kept and kept.episode in records:

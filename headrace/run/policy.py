@@ -25,7 +25,7 @@ from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable
 from headrace.run.ledger import Ledger
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
 from headrace.run.recovered import RecoveredGroups
-from headrace.staleness import make_gate, too_old
+from headrace.staleness import Rejection, groups_ahead, make_gate
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
@@ -92,7 +92,7 @@ class PolicyState:
         )
         self.recovered = RecoveredGroups(self.buffer.journal)
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
-        self._max_in_flight = enough if self.gate.depth is None else None
+        self._max_in_flight = None if self.gate.bounds_in_flight else enough
         """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
         self.ledger = Ledger(self._count_open)
         self.submitted_groups = 0
@@ -112,6 +112,11 @@ class PolicyState:
         return self.buffer.num_episodes + in_training, sum(len(group.episodes) for group in self.in_flight.groups.values())
 
     @property
+    def rejection(self) -> Rejection:
+        """Which groups are too old."""
+        return Rejection.of(self.recipe)
+
+    @property
     def dropped_groups(self) -> int:
         """Groups that will never be trained. Episodes lost one by one are rounded up to groups, or a batch might stay short."""
         return -(-self._num_dropped // self._units)
@@ -119,12 +124,7 @@ class PolicyState:
     def _gate_slots(self) -> int | None:
         """Groups that the gate lets be submitted and untrained at the moment, less `partial.oversample`'s; None: no gate."""
         depth = self.gate.depth
-        return None if depth is None else int((depth + 1) * self.recipe.train.groups_per_batch)
-
-    @property
-    def _max_lag(self) -> int | None:
-        """Beyond which a group is rejected."""
-        return self.recipe.staleness.max_lag if self.recipe.staleness.reject else None
+        return None if depth is None else groups_ahead(depth + 1, self.recipe.train.groups_per_batch)
 
     def use(self, recipe: Recipe) -> None:
         """Settings have changed. In exact mode the gate, which lets groups in ahead of training, is renewed for each leg. With
@@ -143,7 +143,9 @@ class PolicyState:
         """Whether gate and buffer admit another group."""
         if self.buffer.is_full or (self._max_in_flight is not None and len(self.in_flight) >= self._max_in_flight):
             return False
-        return self.gate.is_open(version=self.held_version, submitted=self.submitted_groups, dropped=self.dropped_groups)
+        unfinished = self.in_flight.num_unfinished if self.gate.counts_episodes else 0
+        counts = {"submitted": self.submitted_groups, "dropped": self.dropped_groups, "unfinished": unfinished}
+        return self.gate.is_open(version=self.held_version, **counts)
 
     def submit(self, task: Task) -> list[EpisodeInFlight]:
         """Add a new group and return its episodes, but those that the journal has."""
@@ -250,9 +252,9 @@ class PolicyState:
 
     def reject_stale(self, version: int) -> None:
         """Remove groups too old to train `version` from the buffer."""
-        max_lag = self._max_lag
-        for group in self.buffer.suspects(older_than=None if max_lag is None else version - max_lag):
-            reason = too_old(group, version=version, max_lag=max_lag, lineage=self.lineage)
+        rejection = self.rejection
+        for group in self.buffer.suspects(older_than=rejection.older_than(version)):
+            reason = rejection.reason(group, version=version, lineage=self.lineage)
             if reason is not None:
                 self._reject(group, reason)
         self._filter()
@@ -260,8 +262,9 @@ class PolicyState:
     async def cancel_over_age(self, version: int) -> None:
         """With `partial.cancel`, after taking the batch of `version`: cancel groups too old for every later one."""
         if self.recipe.partial.cancels and version + 1 < self.recipe.steps:
-            max_lag = self.recipe.staleness.max_lag
-            for name, tokens in (await self.in_flight.over_age(next_version=version + 1, max_lag=max_lag)).items():
+            held = None if self.recipe.partial.leases else self.held_version
+            over_age = await self.in_flight.over_age(self.rejection, next_version=version + 1, held=held)
+            for name, tokens in over_age.items():
                 self.cancel(name, tokens)
 
     def cancel(self, name: str, tokens: int) -> None:
@@ -392,17 +395,17 @@ class PolicyState:
         for of_checkpoint in waiting:
             self._take_recovered(of_checkpoint)
         self.wasted_tokens += self.in_flight.restore(
-            checkpoint.in_flight(), version=self.version, lineage=self.lineage, max_lag=self._max_lag
+            checkpoint.in_flight(), version=self.version, lineage=self.lineage, rejection=self.rejection
         )
 
     def _keep_recovered(self) -> None:
         """Of what the journal has, keep what this run has still to submit or has in flight, and may train."""
         due = {self.in_flight.number(record) for record in self.in_flight.episodes()}
-        first = self.submitted_groups * self._units
+        first, rejection = self.submitted_groups * self._units, self.rejection
 
         def is_wanted(group: Group) -> bool:
             is_due = group.number >= first or group.number in due
-            return is_due and not too_old(group, version=self.version, max_lag=self._max_lag, lineage=self.lineage)
+            return is_due and not rejection.reason(group, version=self.version, lineage=self.lineage)
 
         self.recovered.keep(is_wanted)
 

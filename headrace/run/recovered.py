@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from headrace.buffer import Group, JournalError, versions_of
+from headrace.buffer import Group, JournalError, Versions, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,5 +89,5 @@ class RecoveredGroups:
 
 def _without_episodes(head: Head) -> Group:
     group = Group(head.number, ())
-    group.__dict__["versions"] = {lineage: tuple(versions) for lineage, versions in head.versions.items()}
+    group.__dict__["versions"] = {lineage: Versions(*versions) for lineage, versions in head.versions.items()}
     return group

@@ -214,13 +214,13 @@ def test_a_resizable_buffer_follows_the_gate() -> None:
     ("settings", "message"),
     [
         ({"buffer.kind": "ring"}, "buffer.depth = 0: a ring buffer holds at least 1 batch"),
-        ({"buffer": {"kind": "reserved", "depth": 3}}, "raise max_lag to 2 or lower the depth"),
+        ({"buffer": {"kind": "reserved", "depth": 3}}, "raise it to 2 or lower the depth"),
         (
-            {"buffer": {"kind": "resizable"}, "staleness.gate": False},
+            {"buffer": {"kind": "resizable"}, "staleness.gate": "none"},
             "buffer.kind = 'resizable': it counts the groups that the",
         ),
         (
-            {"buffer": {"order": "window"}, "staleness.gate": False},
+            {"buffer": {"order": "window"}, "staleness.gate": "none"},
             "buffer.order = 'window': it counts the groups that the gate",
         ),
         ({"buffer.window": 0.5}, "buffer.window = 0.5: only buffer.order = 'window' has one, not 'completion'"),
