@@ -324,6 +324,7 @@ class Session:
             "lag": {"mean": progress.lag_sum / max(progress.trained_tokens, 1), "max": progress.lag_max},
             "skipped_steps": progress.skipped_steps,
             "accounting": policy.ledger.counts(),
+            "groups_from_journal": policy.recovered.num_used,
             "dropped_because": dict(policy.ledger.reasons),
             "time_budget": budget,
             "occupancy": self.observer.occupancy,
