@@ -420,11 +420,11 @@ class PolicyState:
     def _keep_recovered(self) -> None:
         """Of what the journal has, keep what this run has still to submit or has in flight, and may train."""
         due = {self.in_flight.number(record) for record in self.in_flight.episodes()}
-        first = self.submitted_groups * self._units
+        first, rejection = self.submitted_groups * self._units, self.rejection
 
         def is_wanted(group: Group) -> bool:
             is_due = group.number >= first or group.number in due
-            return is_due and self.rejection.reason(group, version=self.version, lineage=self.lineage) is None
+            return is_due and rejection.reason(group, version=self.version, lineage=self.lineage) is None
 
         self.recovered.keep(is_wanted)
 

@@ -333,6 +333,7 @@ class Session:
             },
             "skipped_steps": progress.skipped_steps,
             "accounting": policy.ledger.counts(),
+            "groups_from_journal": policy.recovered.num_used,
             "dropped_because": dict(policy.ledger.reasons),
             "time_budget": budget,
             "occupancy": self.observer.occupancy,
