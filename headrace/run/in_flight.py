@@ -57,7 +57,7 @@ class GroupInFlight:
     """Its place in the policy's order of submission."""
     task: Task
     episodes: list[EpisodeInFlight] = field(default_factory=list)
-    submitted_at: float = field(default_factory=time.perf_counter)
+    submitted_at: float = field(default_factory=lambda: time.perf_counter())
     is_cancelled: bool = False
     """Removed from the table, though some of its episodes may still be finishing."""
 

@@ -25,7 +25,8 @@ from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable
 from headrace.run.ledger import Ledger
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
 from headrace.run.pace import Pace
-from headrace.staleness import Rejection, is_automatic, make_gate
+from headrace.run.retries import Retries
+from headrace.staleness import LengthBias, Rejection, is_automatic, make_gate
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
@@ -91,6 +92,8 @@ class PolicyState:
         self.submitted_groups = 0
         self.dropped_groups = 0
         self._dropped_in_a_row = 0
+        self.retries = Retries()
+        self.lengths = LengthBias()
         self.filtered: list[float] = []
         """Mean rewards of the groups that `[filter]` dropped since the last batch was taken."""
         self.num_retried = 0
@@ -134,6 +137,10 @@ class PolicyState:
         counts = {"submitted": self.submitted_groups, "dropped": self.dropped_groups, "unfinished": unfinished}
         return self.gate.is_open(version=self.held_version, **counts)
 
+    def next_task(self) -> Task:
+        """For the next group: one that was rejected, or another."""
+        return self.retries.next_task(self.submitted_groups) or self._tasks.next()
+
     def submit(self, task: Task) -> list[EpisodeInFlight]:
         """Add a new group and return its episodes."""
         group = self._add_group(self.submitted_groups, task)
@@ -174,6 +181,7 @@ class PolicyState:
                 state, reason = "filtered" if isinstance(member.outcome, Invalid) else "failed", member.outcome.reason
                 log.warning("%s is %s: %s", member.id, state, reason)
                 self.ledger.settle(state, reason=reason, id=member.id)
+        self.lengths.ended(group.number, [num_sampled([member]) for member in group.ended])
         scored = tuple(member for member in group.ended if isinstance(member.outcome, Scored))
         scored_group = Group(group.number, scored, group.task.source, group.task.index)
         self._tasks.report(group.number, group.task, scored_group.unshaped_rewards)
@@ -204,6 +212,8 @@ class PolicyState:
 
     def _drop(self, number: int, wasted_tokens: int) -> None:
         self.buffer.drop(number)
+        self.lengths.dropped(number)
+        self.retries.forget(number)
         self.dropped_groups += 1
         self.wasted_tokens += wasted_tokens
         self._room.set()
@@ -217,8 +227,20 @@ class PolicyState:
             reason = rejection.reason(group, version=version, lineage=self.lineage)
             if reason is not None:
                 self.ledger.settle("rejected", len(group.episodes), reason=reason)
+                self._retry(group.number, Task(group.episodes[0].task, group.source, group.index))
                 self._drop(group.number, num_sampled(group.episodes))
         self._filter()
+
+    def _retry(self, number: int, task: Task) -> None:
+        """A group was rejected: submit its task again, if the recipe says so."""
+        if self.recipe.staleness.retries:
+            self.retries.add(number, task)
+
+    def staleness_metrics(self) -> dict[str, float]:
+        """How far submission runs ahead, tasks submitted again, and whether long rollouts are trained as often as short."""
+        depth = {} if self.gate.depth is None else {"staleness/depth": self.gate.depth}
+        resubmitted = {"staleness/resubmitted": self.retries.num_resubmitted} if self.recipe.staleness.retries else {}
+        return {**depth, **resubmitted, **self.lengths.metrics()}
 
     async def cancel_over_age(self, version: int) -> None:
         """With `partial.cancel`, after taking the batch of `version`: cancel groups too old for every later one."""
@@ -233,6 +255,8 @@ class PolicyState:
         group = self.in_flight.cancel(name)
         self._tasks.report(group.number, group.task, [])
         self.ledger.settle("rejected", len(group.episodes), reason="lag, cancelled in flight")
+        self._retry(group.number, group.task)
+        self.lengths.ended(group.number, [tokens // len(group.episodes)] * len(group.episodes))
         self._drop(group.number, tokens)
         self._filter()
 
@@ -270,6 +294,9 @@ class PolicyState:
         self.term_weights = started.following or self.term_weights
         self._dropped_in_a_row = 0
         self.started.remove(started)
+        for group in started.groups:
+            self.lengths.trained(group.number)
+            self.retries.forget(group.number)
         self.ledger.settle("trained", sum(len(group.episodes) for group in started.groups))
         self.ledger.check()
         if self.pace is not None and self.pace.trained(num_waiting=len(self.buffer.available()), has_next=bool(self.started)):
@@ -304,6 +331,7 @@ class PolicyState:
             "submitted_groups": self.submitted_groups,
             "dropped_groups": self.dropped_groups,
             "in_flight": [[group.number, *dataclasses.astuple(group.task)] for group in self.in_flight.groups.values()],
+            "retries": self.retries.state(),
             "filtered": list(self.filtered),
             "ledger": self.ledger.state(),
             "term_weights": list(self.term_weights),
@@ -324,9 +352,10 @@ class PolicyState:
         )
         for group in checkpoint.buffered():
             self.buffer.put(group)
-        if self.pace is not None and manifest.get("lag_controller"):
+        if self.pace is not None and manifest["lag_controller"]:
             self.pace.controller.restore(manifest["lag_controller"])
             self.renew_gate()
+        self.retries.restore(manifest["retries"])
         self.filtered = manifest["filtered"]
         self.ledger.restore(manifest["ledger"])
 

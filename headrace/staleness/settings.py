@@ -43,7 +43,7 @@ class StalenessSettings:
     `first` sampled token, or by the versions that passed while they were `in_flight`, without their time in the queue;
     `never`: none."""
     rejected: Literal["refill", "retry"] = "refill"
-    """What is submitted in place of a rejected group: another task, or the same again, three times at most."""
+    """What is submitted in place of a rejected group: another task, or the same again, up to three times in all."""
     correct: tuple[
         Literal[
             "none",
