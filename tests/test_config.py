@@ -301,7 +301,7 @@ def test_every_section_is_documented() -> None:
         ({"checkpoint.every": 0}, "checkpoint.every = 0"),
         ({"checkpoint.keep": 0}, "checkpoint.keep = 0"),
         ({"buffer.kind": "bounded"}, "buffer.depth = 0: a bounded buffer holds at least 1 batch"),
-        ({"buffer.depth": 1}, "buffer.depth = 1: only buffer.kind = 'bounded' has a depth, not 'auto'"),
+        ({"buffer.depth": 1}, "buffer.depth = 1: only buffer.kind = 'bounded' or 'ring' or 'reserved' has a depth, not 'auto'"),
         ({"buffer": {"kind": "stream", "depth": 1}}, "buffer.depth = 1: only buffer.kind = 'bounded'"),
         (
             {"buffer": {"kind": "bounded", "depth": 3}, "staleness.max_lag": 2},
@@ -445,7 +445,7 @@ def test_a_recipe_at_its_limits_is_taken(settings: dict) -> None:
 KINDS = ("auto", "synchronous", "one_ahead", "bounded", "stream")
 FOLLOWS = [
     # kind, depth, max_lag, gated, rejects -> buffer_kind, gate_depth, batches_waiting
-    (("auto", 0, "auto", True, True), ("bounded", 8, 8)),
+    (("auto", 0, "auto", True, True), ("resizable", 8, None)),
     (("auto", 0, "auto", False, False), ("stream", None, None)),
     (("synchronous", 0, "auto", True, True), ("synchronous", 0, 1)),
     (("stream", 0, "auto", True, True), ("stream", 8, None)),

@@ -14,9 +14,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from headrace.buffer import Group, Versions
+from headrace.buffer import Group, Versions, num_sampled, task_fingerprint
 from headrace.partial import is_resumable, surviving_part
 from headrace.records import Scored, unpack_episodes, unpack_rollouts
 
@@ -57,9 +55,16 @@ class GroupInFlight:
     """Its place in the policy's order of submission."""
     task: Task
     episodes: list[EpisodeInFlight] = field(default_factory=list)
+    """With `buffer.unit = "episode"`, without those that are in the buffer already."""
+    rewards: list[float] = field(default_factory=list)
+    """Unshaped, of the episodes that were scored and have left it."""
     submitted_at: float = field(default_factory=lambda: time.perf_counter())
     is_cancelled: bool = False
     """Removed from the table, though some of its episodes may still be finishing."""
+
+    @property
+    def task_fingerprint(self) -> int:
+        return task_fingerprint(self.task.row, self.task.source, self.task.index)
 
     @property
     def ended(self) -> list[Episode]:
@@ -73,9 +78,10 @@ class GroupInFlight:
 class InFlightTable:
     """The groups in flight of one policy by name, oldest first."""
 
-    def __init__(self, engine: Engine, *, keeps_turns: bool = False) -> None:
-        """`keeps_turns`: the environment can resume, so that all rollouts of an unfinished episode are kept."""
-        self._engine, self._keeps_turns = engine, keeps_turns
+    def __init__(self, engine: Engine, *, keeps_turns: bool = False, units: int = 1) -> None:
+        """`keeps_turns`: the environment can resume, so that all rollouts of an unfinished episode are kept. `units`: numbers
+        that a group has in the buffer."""
+        self._engine, self._keeps_turns, self._units = engine, keeps_turns, units
         self.groups: dict[str, GroupInFlight] = {}
         self._is_closed = False
 
@@ -92,12 +98,34 @@ class InFlightTable:
 
     @property
     def oldest(self) -> int | None:
-        """The number of the group that was submitted first."""
-        return next((group.number for group in self.groups.values()), None)
+        """The number, as the buffer counts, of what was submitted first."""
+        group = next(iter(self.groups.values()), None)
+        return None if group is None else self.number(group.episodes[0])
 
-    def add(self, group: GroupInFlight, *, size: int) -> None:
-        group.episodes = [EpisodeInFlight(group, index) for index in range(size)]
+    def number(self, record: EpisodeInFlight) -> int:
+        """The number under which an episode enters the buffer: its group's, or its own."""
+        return record.group.number * self._units + (record.index if self._units > 1 else 0)
+
+    @property
+    def num_units(self) -> int:
+        """What is in flight, as the buffer counts."""
+        return len(self.groups) if self._units == 1 else sum(len(group.episodes) for group in self.groups.values())
+
+    def add(self, group: GroupInFlight, *, size: int, indexes: Iterable[int] | None = None) -> None:
+        """`indexes`: only these episodes of it."""
+        group.episodes = [EpisodeInFlight(group, index) for index in (range(size) if indexes is None else indexes)]
         self.groups[group.name] = group
+
+    def leave(self, record: EpisodeInFlight) -> list[EpisodeInFlight]:
+        """What leaves the table now that this episode's outcome is known: itself, or its group if that is complete."""
+        group = record.group
+        if self._units > 1:
+            group.episodes.remove(record)
+        elif not group.is_complete:
+            return []
+        if self._units == 1 or not group.episodes:
+            del self.groups[group.name]
+        return [record] if self._units > 1 else group.episodes
 
     def cancel(self, name: str) -> GroupInFlight:
         """Remove a group and cancel its tasks, which cancels their generate calls."""
@@ -174,14 +202,15 @@ class InFlightTable:
 
     def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, rejection: Rejection) -> int:
         """Fill a checkpoint's groups, re-added under their old numbers, and return the tokens lost. A rollout is cut before its
-        first token from weights that this lineage does not descend from; what is too old for later batches is sampled again."""
+        first token from weights that this lineage does not descend from; what is too old for later batches is sampled again. Of
+        what is in flight no longer, because the journal has it, nothing is filled."""
         records, lost = {record.id: record for record in self.episodes()}, 0
         for entry in entries:
             for episode in unpack_episodes(entry["episodes"]):
                 alone = Group(number=entry["number"], episodes=(episode,))
                 if rejection.reason(alone, version=version, lineage=lineage):
                     lost += num_sampled([episode])
-                else:
+                elif episode.id in records:
                     records[episode.id].ended = episode
             for saved in unpack_rollouts(entry["rollouts"]):
                 kept = surviving_part(saved, lineage)
@@ -189,7 +218,7 @@ class InFlightTable:
                 if versions and rejection.is_over_age(versions, at=version):
                     kept = None
                 lost += saved.num_sampled - (kept.num_sampled if kept else 0)
-                if kept:
+                if kept and kept.episode in records:
                     records[kept.episode].partials[kept.id] = kept
         return lost
 
@@ -202,9 +231,3 @@ def _partials(interrupted: dict[str, Rollout], running: Sequence[InFlight]) -> d
 def _resumable(episodes: Sequence[tuple[dict[str, Rollout], Sequence[InFlight]]], *, keeps_turns: bool) -> list[Rollout]:
     every = [rollout for each in episodes for rollout in _partials(*each).values()]
     return [rollout for rollout in every if is_resumable(rollout) or (keeps_turns and rollout.num_sampled)]
-
-
-def num_sampled(episodes: Iterable[Episode]) -> int:
-    """Without the tokens that a fork shares with its parent, which counts them."""
-    rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
-    return sum(int(np.count_nonzero(each.is_sampled[each.parent[1] if each.parent else 0 :])) for each in rollouts)

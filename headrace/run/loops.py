@@ -138,8 +138,10 @@ async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Reci
                 policy.pace.batch_taken(wanted_since=wanted_since)
             await run.pause_engines()
             started = await policy.start_batch(version, recipe, on_taken=run.on_taken)
-            await policy.cancel_over_age(version)
-            return started
+            if started is not None:
+                await policy.cancel_over_age(version)
+                return started
+            await run.resume_engines(policy)  # a group was lost, and another is needed in its place
     return None
 
 

@@ -20,6 +20,8 @@ class Retries:
         """With how often each was submitted."""
         self._submissions: dict[int, int] = {}
         """How often the task of a group was submitted before, by the group's number."""
+        self._tasks: dict[int, Task] = {}
+        """Of groups that wait in the buffer, where they may be without their episodes."""
         self.num_resubmitted = 0
         """Groups, since this process started."""
 
@@ -31,15 +33,20 @@ class Retries:
         self.num_resubmitted += 1
         return task
 
-    def add(self, number: int, task: Task) -> None:
-        """Group `number` was rejected."""
+    def keep(self, number: int, task: Task) -> None:
+        """Group `number` enters the buffer."""
+        self._tasks[number] = task
+
+    def add(self, number: int, task: Task | None = None) -> None:
+        """Group `number` was rejected; `task` if it has not entered the buffer."""
         submissions = self._submissions.get(number, 0) + 1
         if submissions < MAX_SUBMISSIONS:
-            self._waiting.append((task, submissions))
+            self._waiting.append((task or self._tasks[number], submissions))
 
     def forget(self, number: int) -> None:
         """The group was trained or dropped."""
         self._submissions.pop(number, None)
+        self._tasks.pop(number, None)
 
     def state(self) -> dict[str, Any]:
         waiting = [[*dataclasses.astuple(task), submissions] for task, submissions in self._waiting]

@@ -217,6 +217,7 @@ class Run:
             episode=record.id,
             group=record.group.name,
             index=record.index,
+            group_size=len(record.group.episodes),
             sampling=self._sampling,
             seed=self.recipe.seed,
             partials=record.partials,

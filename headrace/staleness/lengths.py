@@ -55,6 +55,10 @@ class LengthBias:
         self._ended.add(lengths)
         self._waiting[number] = lengths
 
+    def cancelled(self, lengths: Sequence[int]) -> None:
+        """A group was given up in flight, with so many tokens sampled."""
+        self._ended.add(lengths)
+
     def dropped(self, number: int) -> None:
         self._waiting.pop(number, None)
 
@@ -65,7 +69,7 @@ class LengthBias:
         """Mean and 90th percentile of each, and the ratio of trained to ended: below 1, long rollouts are underrepresented."""
         ended, trained = self._ended, self._trained
         pairs = {"mean": (trained.mean, ended.mean), "p90": (trained.quantile(0.9), ended.quantile(0.9))}
-        found = {}
+        found: dict[str, float] = {}
         for name, (ours, all_of_them) in pairs.items():
             found |= {f"lengths/trained_{name}": ours, f"lengths/ended_{name}": all_of_them}
             found[f"lengths/{name}_ratio"] = ours / all_of_them if all_of_them else 1.0

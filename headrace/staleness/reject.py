@@ -54,6 +54,10 @@ class Rejection:
         in flight, `at` is the first version for which no batch has been taken."""
         return self.rule.lag is not None and self.rule.lag(versions, at) > self.max_lag
 
+    def older_than(self, version: int) -> int | None:
+        """Only groups with tokens from before this can have grown too old for `version` in the queue; None: none can."""
+        return None if self.rule.lag is None else version - self.max_lag
+
     def reason(self, group: Group, *, version: int, lineage: Lineage) -> str | None:
         """Why this group cannot be trained at `version`, or None. Tokens of weights that a restart discarded never can be."""
         for sampled_by, versions in group.versions.items():

@@ -149,6 +149,9 @@ def check_staleness(recipe: Recipe) -> None:
         )
     if staleness.slots * groups < 1:
         raise ConfigError(f"staleness.slots = {staleness.slots:g}: no group has room in that share of a batch of {groups}")
+    if staleness.retries and recipe.buffer.is_by_episode:
+        given = f"staleness.rejected = '{staleness.rejected}'"
+        raise ConfigError(f"{given}: a task is submitted as a group; set buffer.unit = 'group', or rejected = 'refill'")
     if staleness.retries and not staleness.rejects:
         raise ConfigError(
             f"staleness.rejected = '{staleness.rejected}': nothing is rejected with reject = '{staleness.reject}'"
