@@ -58,7 +58,7 @@ class GroupInFlight:
     """With `buffer.unit = "episode"`, without those that are in the buffer already."""
     rewards: list[float] = field(default_factory=list)
     """Unshaped, of the episodes that were scored and have left it."""
-    submitted_at: float = field(default_factory=time.perf_counter)
+    submitted_at: float = field(default_factory=lambda: time.perf_counter())
     is_cancelled: bool = False
     """Removed from the table, though some of its episodes may still be finishing."""
 
