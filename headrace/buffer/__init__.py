@@ -8,6 +8,9 @@ turns, and which staleness settings it works with. `buffer.max_gb` bounds the by
 `put` never blocks, so a full buffer cannot deadlock a run: it only stops submission, and still accepts the groups in flight,
 which are bounded. Groups leave in completion order or, if batches must not depend on timing, in submission order; a window
 lies between the two.
+
+With `buffer.journal_gb`, scored groups are also written to a journal on disk (`journal`, `segments`): a killed run finds them
+there when it is resumed, and what does not fit into `buffer.max_gb` waits there alone.
 """
 
 from typing import TYPE_CHECKING
@@ -16,6 +19,7 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.buffer.groups import Group, GroupBuffer, Versions, num_sampled
+    from headrace.buffer.journal import Entry, Journal, task_fingerprint, versions_of
     from headrace.buffer.kinds import (
         buffer_capacity,
         buffer_policy,
@@ -24,8 +28,10 @@ if TYPE_CHECKING:
         is_in_submission_order,
         make_buffer,
         needs_gate,
+        open_journal,
         units_per_group,
     )
+    from headrace.buffer.segments import Head, JournalError, Place
     from headrace.buffer.settings import BufferSettings
 else:
     __getattr__ = front_door(__name__)

@@ -7,20 +7,26 @@ from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from headrace.buffer.segments import JournalError
 from headrace.observe import Signal
+from headrace.records import Scored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from headrace.buffer.journal import Entry, Journal
+    from headrace.buffer.segments import Place
     from headrace.records import Episode, Rollout
 
 
 _OBJECT_BYTES = 2048
 """Of a rollout's Python objects and its part of the episode and the task, besides its arrays."""
+_SPILLED_BYTES = 1024
+"""What stays in memory of a group that waits on disk."""
 
 
 class Versions(NamedTuple):
@@ -105,6 +111,44 @@ class Group:
     def num_sampled(self) -> int:
         return num_sampled(self.episodes)
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether `episodes` has them."""
+        return True
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it; the episodes of one on disk are read when asked for."""
+        return {"number": self.number, "episodes": self.episodes, "source": self.source, "index": self.index}
+
+
+class SpilledGroup(Group):
+    """A group that waits in the journal: all that is asked of a waiting group, without its episodes."""
+
+    def __init__(self, group: Group, place: Place, journal: Journal) -> None:
+        super().__init__(group.number, (), group.source, group.index)
+        facts = ("unshaped_rewards", "versions", "num_episodes", "num_sampled")
+        self.__dict__.update({name: getattr(group, name) for name in facts})
+        self.__dict__.update(num_bytes=_SPILLED_BYTES, place=place, journal=journal)
+
+    @property
+    def is_in_memory(self) -> bool:
+        return False
+
+    def read(self) -> tuple[Episode, ...]:
+        episodes = self.__dict__["journal"].read(self.place)
+        return tuple(episode for episode in episodes if isinstance(episode.outcome, Scored))
+
+    def loaded(self) -> Group:
+        return Group(self.number, self.read(), self.source, self.index)
+
+    @property
+    def place(self) -> Place:
+        place: Place = self.__dict__["place"]
+        return place
+
+    def saved(self) -> dict[str, Any]:
+        return {**super().saved(), "episodes": self.read}
+
 
 def num_sampled(episodes: Iterable[Episode]) -> int:
     """Without the tokens that a fork shares with its parent, which counts them."""
@@ -126,10 +170,13 @@ class GroupBuffer:
         window: Callable[[], int] = lambda: 1,
         num_reserved: Callable[[], int] = lambda: 0,
         overwrites: bool = False,
+        journal: Journal | None = None,
+        on_room: Callable[[], None] = lambda: None,
     ) -> None:
         """`capacity`: groups at which it is full, counting those in flight that `num_reserved` tells. With `waits_for`, groups
         leave in the order of their numbers, and only those less than `window` after the group in flight that it names, which
-        must have left the table of groups in flight when it is put or dropped. `overwrites`: see `overwritten`."""
+        must have left the table of groups in flight when it is put or dropped. `overwrites`: see `overwritten`. With a
+        `journal`, groups beyond `max_bytes` wait on disk; `on_room` is called when one has gone there."""
         self.batch, self.capacity, self._max_bytes = batch, capacity, max_bytes
         self._waits_for, self._window = waits_for, window
         self._num_reserved, self._overwrites = num_reserved, overwrites
@@ -141,7 +188,13 @@ class GroupBuffer:
         self._by_age: defaultdict[int, set[int]] = defaultdict(set)
         """Oldest version -> numbers of the groups that `suspects` has returned."""
         self.num_bytes = self.num_episodes = 0
+        """Bytes in memory."""
         self.ready = Signal()
+        self._places: dict[int, Place] = {}
+        """Of groups in memory that are in the journal too, unless a checkpoint has made that forget them."""
+        self.journal, self._on_room = journal, on_room
+        if journal is not None:
+            journal.on_written = self._on_written
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -151,31 +204,71 @@ class GroupBuffer:
         """While it is, no groups are submitted. A batch fits whatever its bytes, or the trainer would wait for it forever."""
         if self._overwrites:
             return False
-        is_large = self.num_bytes >= self._max_bytes and len(self._groups) >= self.batch
+        has_no_bytes = self.num_bytes >= self._max_bytes or (self.journal is not None and self.journal.is_full)
         bound = self._bound
-        return is_large or (bound is not None and len(self._groups) + self._num_reserved() >= bound)
+        is_at_bound = bound is not None and len(self._groups) + self._num_reserved() >= bound
+        return is_at_bound or (has_no_bytes and len(self._groups) >= self.batch)
 
     @property
     def _bound(self) -> int | None:
         return self.capacity() if callable(self.capacity) else self.capacity
 
-    def put(self, group: Group) -> None:
+    def put(self, group: Group, *, entry: Entry | None = None, place: Place | None = None) -> None:
+        """`entry`: what to write to the journal, unless it is there already, at `place`."""
         assert group.number not in self._groups
         self._add(group)
         self._update()
+        if place is not None:
+            self._on_written(group.number, place)
+        elif self.journal is not None and entry is not None:
+            self.journal.write(entry)
+
+    def _on_written(self, number: int, place: Place | None) -> None:
+        """A group is in the journal, if it has a place there."""
+        if place is not None and number in self._groups:
+            self._places[number] = place
+            self._spill()
+
+    def _spill(self) -> None:
+        """While memory is full, leave groups to the disk: those written last, which leave last in most orders."""
+        while self.journal is not None and self.num_bytes >= self._max_bytes and self._places:
+            number, place = self._places.popitem()
+            if self.journal.pin(place):
+                self.num_bytes -= self._groups[number].num_bytes - _SPILLED_BYTES
+                self._groups[number] = SpilledGroup(self._groups[number], place, self.journal)
+                self._on_room()
 
     def drop(self, number: int) -> None:
         """That group, waiting or in flight until now, will never be trained: it failed, or was filtered or rejected."""
         if number in self._groups:
-            self._remove(number)
+            self._unpin(self._remove(number))
         self._update()
 
     def take(self) -> list[Group]:
         """Remove and return a batch; only while `ready` is set."""
-        assert self._num_available() >= self.batch
+        assert self.num_available >= self.batch
         taken = [self._remove(number) for number in self._next(self.batch)]
         self._update()
         return taken
+
+    def load(self, taken: list[Group]) -> list[Group | JournalError]:
+        """The groups with their episodes, in a thread; an error in place of each that cannot be read from the disk."""
+        found: list[Group | JournalError] = []
+        for group in taken:
+            try:
+                found.append(group.loaded() if isinstance(group, SpilledGroup) else group)
+            except JournalError as error:
+                found.append(error)
+        return found
+
+    def loaded(self, taken: list[Group]) -> None:
+        """These groups have been loaded, or given up: their copies on disk are not needed."""
+        for group in taken:
+            self._unpin(group)
+
+    def _unpin(self, group: Group) -> None:
+        if isinstance(group, SpilledGroup) and self.journal is not None:
+            self.journal.unpin(group.place)
 
     def put_back(self, groups: list[Group]) -> None:
         """Undo a `take`: the groups leave next, in the order they had."""
@@ -203,7 +296,7 @@ class GroupBuffer:
 
     def available(self) -> list[Group]:
         """The groups that may leave now, in the order in which they will."""
-        return [self._groups[number] for number in self._next(self._num_available())]
+        return [self._groups[number] for number in self._next(self.num_available)]
 
     def suspects(self, *, older_than: int | None) -> list[Group]:
         """The groups that may be too old: those put since this was last called, and those with a token of a version before
@@ -226,6 +319,7 @@ class GroupBuffer:
 
     def _remove(self, number: int) -> Group:
         group = self._groups.pop(number)
+        self._places.pop(number, None)
         if self._waits_for is not None:
             del self._numbers[bisect_left(self._numbers, number)]
         if number in self._unchecked:
@@ -239,7 +333,8 @@ class GroupBuffer:
         self.num_episodes -= group.num_episodes
         return group
 
-    def _num_available(self) -> int:
+    @property
+    def num_available(self) -> int:
         """Groups that may leave now."""
         first = self._waits_for() if self._waits_for is not None else None
         return len(self._groups) if first is None else bisect_left(self._numbers, first + self._window())
@@ -249,7 +344,7 @@ class GroupBuffer:
         return list(islice(self._groups, count)) if self._waits_for is None else self._numbers[:count]
 
     def _update(self) -> None:
-        if self._num_available() >= self.batch:
+        if self.num_available >= self.batch:
             self.ready.set()
         else:
             self.ready.clear()

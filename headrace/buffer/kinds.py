@@ -11,11 +11,16 @@ from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from headrace.buffer.groups import GroupBuffer
+    from headrace.buffer.journal import Journal
     from headrace.config import Recipe
 
     Count = Callable[[], int | None]
+
+JOURNAL = "journal"
+"""The journal's folder in the run's."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,11 @@ def check_buffer(recipe: Recipe) -> None:
     if recipe.exact and (policy.overwrites or settings.order == "window"):
         given = f"kind = '{policy.name}'" if policy.overwrites else f"order = '{settings.order}'"
         raise ConfigError(f"buffer.{given}: which groups are trained depends on timing, which exact = true does not allow")
+    if recipe.exact and settings.journal_gb:
+        raise ConfigError(
+            f"buffer.journal_gb = {settings.journal_gb:g}: a group taken from it is not scored again, so the resumed run "
+            f"might draw other random numbers than the uninterrupted one, which exact = true promises; leave it 0"
+        )
     _check_depth(recipe, policy)
 
 
@@ -143,9 +153,17 @@ def buffer_capacity(recipe: Recipe, *, slots: Count) -> int | Count | None:
     return None if policy.max_batches is None else policy.max_batches * groups * units
 
 
-def make_buffer(recipe: Recipe, *, oldest_in_flight: Count, num_in_flight: Callable[[], int], slots: Count) -> GroupBuffer:
+def make_buffer(
+    recipe: Recipe,
+    *,
+    oldest_in_flight: Count,
+    num_in_flight: Callable[[], int],
+    slots: Count,
+    journal: Journal | None = None,
+    on_room: Callable[[], None] = lambda: None,
+) -> GroupBuffer:
     """An empty buffer of the recipe's kind. `oldest_in_flight` tells the number of the oldest group in flight, and the next how
-    many are; `slots` as for `buffer_capacity`."""
+    many are; `slots` as for `buffer_capacity`, and the others as for `GroupBuffer`."""
     from headrace.buffer.groups import GroupBuffer
 
     policy, units, settings = buffer_policy(recipe), units_per_group(recipe), recipe.buffer
@@ -158,7 +176,18 @@ def make_buffer(recipe: Recipe, *, oldest_in_flight: Count, num_in_flight: Calla
         window=(lambda: settings.window_of(units * (slots() or 0))) if is_windowed else lambda: 1,
         num_reserved=num_in_flight if policy.reserves else int,
         overwrites=policy.overwrites,
+        journal=journal,
+        on_room=on_room,
     )
+
+
+def open_journal(recipe: Recipe, folder: Path | None, *, say: Callable[[str], None]) -> Journal | None:
+    """The journal in a run's folder, if the recipe has one."""
+    from headrace.buffer.journal import Journal
+
+    if not recipe.buffer.journal_gb or folder is None:
+        return None
+    return Journal(folder / JOURNAL, max_bytes=int(recipe.buffer.journal_gb * 1e9), in_thread=not recipe.is_inline, say=say)
 
 
 def describe_buffer(recipe: Recipe) -> str:
@@ -171,4 +200,6 @@ def describe_buffer(recipe: Recipe) -> str:
     order = "submission" if is_in_submission_order(recipe) else recipe.buffer.order
     beyond = ", then the oldest is dropped" if policy.overwrites else ""
     unit = ", each episode by itself" if recipe.buffer.is_by_episode else ""
-    return f"buffer     {policy.name}: {held}{recipe.buffer.max_gb:g} GB {what} at most{beyond}, trained in {order} order{unit}"
+    disk = recipe.buffer.journal_gb
+    size = f"{recipe.buffer.max_gb:g} GB{f' in memory and {disk:g} GB on disk' if disk else ''}"
+    return f"buffer     {policy.name}: {held}{size} {what} at most{beyond}, trained in {order} order{unit}"

@@ -27,7 +27,11 @@ class BufferSettings:
     depth: int = 0
     """Batches that may wait in a `bounded`, `ring` or `reserved` buffer."""
     max_gb: float = field(default=8.0, metadata=ELASTIC)
-    """GB of waiting groups at which submission stops, of every kind of buffer; a whole batch may always wait."""
+    """GB of waiting groups in memory at which submission stops, of every kind of buffer; a whole batch may always wait. With a
+    journal, groups beyond that wait on disk."""
+    journal_gb: float = field(default=0.0, metadata=ELASTIC)
+    """GB of disk, in RUN/journal, for copies of scored groups that no checkpoint has yet: a run that is killed takes them from
+    there when it is resumed, and does not generate them again. 0: no journal."""
     order: Literal["completion", "submission", "window"] = "completion"
     """`completion`: the first to be complete is trained first. `submission`: in the order they were submitted, waiting for the
     slow ones; exact mode needs it. `window`: in that order too, but groups fewer than W after the oldest in flight, if they
@@ -40,6 +44,7 @@ class BufferSettings:
 
     def __post_init__(self) -> None:
         check(0 < self.max_gb < math.inf, "max_gb", self.max_gb, "a number above 0")
+        check(0 <= self.journal_gb < math.inf, "journal_gb", self.journal_gb, "a number ≥ 0")
         check(0 <= self.window <= 1, "window", self.window, "a share from 0 to 1")
 
     @property

@@ -9,11 +9,12 @@ If the environment says that it can resume, it gets what all its calls returned 
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer import Group, Versions, num_sampled
+from headrace.buffer import Group, Versions, num_sampled, task_fingerprint
 from headrace.partial import is_resumable, surviving_part
 from headrace.records import Scored, unpack_episodes, unpack_rollouts
 
@@ -57,8 +58,13 @@ class GroupInFlight:
     """With `buffer.unit = "episode"`, without those that are in the buffer already."""
     rewards: list[float] = field(default_factory=list)
     """Unshaped, of the episodes that were scored and have left it."""
+    submitted_at: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
     """Removed from the table, though some of its episodes may still be finishing."""
+
+    @property
+    def task_fingerprint(self) -> int:
+        return task_fingerprint(self.task.row, self.task.source, self.task.index)
 
     @property
     def ended(self) -> list[Episode]:
@@ -105,8 +111,9 @@ class InFlightTable:
         """What is in flight, as the buffer counts."""
         return len(self.groups) if self._units == 1 else sum(len(group.episodes) for group in self.groups.values())
 
-    def add(self, group: GroupInFlight, *, indexes: Iterable[int]) -> None:
-        group.episodes = [EpisodeInFlight(group, index) for index in indexes]
+    def add(self, group: GroupInFlight, *, size: int, indexes: Iterable[int] | None = None) -> None:
+        """`indexes`: only these episodes of it."""
+        group.episodes = [EpisodeInFlight(group, index) for index in (range(size) if indexes is None else indexes)]
         self.groups[group.name] = group
 
     def leave(self, record: EpisodeInFlight) -> list[EpisodeInFlight]:
@@ -195,14 +202,15 @@ class InFlightTable:
 
     def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, rejection: Rejection) -> int:
         """Fill a checkpoint's groups, re-added under their old numbers, and return the tokens lost. A rollout is cut before its
-        first token from weights that this lineage does not descend from; what is too old for later batches is sampled again."""
+        first token from weights that this lineage does not descend from; what is too old for later batches is sampled again. Of
+        what is in flight no longer, because the journal has it, nothing is filled."""
         records, lost = {record.id: record for record in self.episodes()}, 0
         for entry in entries:
             for episode in unpack_episodes(entry["episodes"]):
                 alone = Group(number=entry["number"], episodes=(episode,))
                 if rejection.reason(alone, version=version, lineage=lineage):
                     lost += num_sampled([episode])
-                else:
+                elif episode.id in records:
                     records[episode.id].ended = episode
             for saved in unpack_rollouts(entry["rollouts"]):
                 kept = surviving_part(saved, lineage)
@@ -210,7 +218,7 @@ class InFlightTable:
                 if versions and rejection.is_over_age(versions, at=version):
                     kept = None
                 lost += saved.num_sampled - (kept.num_sampled if kept else 0)
-                if kept:
+                if kept and kept.episode in records:
                     records[kept.episode].partials[kept.id] = kept
         return lost
 

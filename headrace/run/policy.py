@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from headrace.algorithms import unwanted
-from headrace.buffer import Group, buffer_capacity, make_buffer, num_sampled, units_per_group
+from headrace.buffer import Entry, Group, JournalError, buffer_capacity, make_buffer, num_sampled, open_journal, units_per_group
 from headrace.envs import can_resume
 from headrace.records import InfraAbort, Invalid, Scored
 from headrace.run.batches import (
@@ -24,13 +24,16 @@ from headrace.run.batches import (
 from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable
 from headrace.run.ledger import Ledger
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
-from headrace.staleness import Rejection, groups_ahead, make_gate
+from headrace.run.pace import Pace
+from headrace.run.recovered import RecoveredGroups
+from headrace.staleness import Rejection, groups_ahead, is_automatic, make_gate
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
+    from headrace.buffer import Place
     from headrace.config import Recipe
     from headrace.observe import Observer, Signal
     from headrace.records import Episode
@@ -78,6 +81,9 @@ class PolicyState:
         is_elsewhere = not self.trainer.is_inline
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer, in_thread=is_elsewhere)
         self.gate = make_gate(recipe)
+        self._shares_device = roles.shares_device
+        self.pace = Pace(recipe, shares_device=roles.shares_device) if is_automatic(recipe) else None
+        """Moves the gate's depth, with `staleness.max_lag = "auto"`."""
         self._units = units_per_group(recipe)
         self.in_flight = InFlightTable(roles.engine, keeps_turns=can_resume(roles.environment), units=self._units)
         self.buffer = make_buffer(
@@ -85,7 +91,10 @@ class PolicyState:
             oldest_in_flight=lambda: self.in_flight.oldest,
             num_in_flight=lambda: self.in_flight.num_units,
             slots=self._gate_slots,
+            journal=open_journal(recipe, observer.folder, say=observer.screen.say),
+            on_room=room.set,
         )
+        self.recovered = RecoveredGroups(self.buffer.journal)
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
         self._max_in_flight = None if self.gate.bounds_in_flight else enough
         """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
@@ -129,7 +138,12 @@ class PolicyState:
             self.renew_gate()
 
     def renew_gate(self) -> None:
-        self.gate = make_gate(self.recipe)
+        """By the recipe, or to the depth that the controller has chosen."""
+        if not is_automatic(self.recipe):
+            self.pace = None
+        elif self.pace is None:
+            self.pace = Pace(self.recipe, shares_device=self._shares_device)
+        self.gate = make_gate(self.recipe, depth=None if self.pace is None else self.pace.controller.depth)
         self._room.set()
 
     # Submitting
@@ -143,16 +157,25 @@ class PolicyState:
         return self.gate.is_open(version=self.held_version, **counts)
 
     def submit(self, task: Task) -> list[EpisodeInFlight]:
-        """Add a new group and return its episodes."""
+        """Add a new group and return its episodes, but those that the journal has."""
         group = self._add_group(self.submitted_groups, task)
         self.submitted_groups += 1
         self.ledger.submitted += len(group.episodes)
-        return group.episodes
+        self._take_recovered(group)
+        return [record for record in group.episodes if record.ended is None]
+
+    def _take_recovered(self, group: GroupInFlight) -> None:
+        """Collect what the journal has of a group, as if it had been generated and scored now."""
+        for place, episodes in self.recovered.take(group, number=self.in_flight.number):
+            records = {record.id: record for record in group.episodes}
+            for episode in episodes:
+                self.collect(records[episode.id], episode, place=place)
+            self.recovered.release(place)
 
     def _add_group(self, number: int, task: Task, *, indexes: Iterable[int] | None = None) -> GroupInFlight:
         name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # seeds derive from it
         group = GroupInFlight(self.name, name, number, task)
-        self.in_flight.add(group, indexes=range(self.recipe.train.group_size) if indexes is None else indexes)
+        self.in_flight.add(group, size=self.recipe.train.group_size, indexes=indexes)
         return group
 
     # Collecting
@@ -167,14 +190,16 @@ class PolicyState:
         record.attempt, record.ended = record.attempt + 1, None
         return True
 
-    def collect(self, record: EpisodeInFlight, episode: Episode) -> None:
+    def collect(self, record: EpisodeInFlight, episode: Episode, *, place: Place | None = None) -> None:
         """Record an episode's outcome. What is complete goes to the buffer, or is dropped if too few episodes were scored: a
-        group or, with `buffer.unit = "episode"`, this episode."""
+        group or, with `buffer.unit = "episode"`, this episode. `place`: where the journal has it."""
         group, record.ended = record.group, episode
         ended = [each.ended for each in self.in_flight.leave(record) if each.ended is not None]
         if not ended:
             return
         self._room.set()
+        if self.pace is not None:
+            self.pace.completed(submitted_at=group.submitted_at)
         reason = self._settle_unscored(ended)
         scored = tuple(member for member in ended if isinstance(member.outcome, Scored))
         complete = Group(self.in_flight.number(record), scored, group.task.source, group.task.index)
@@ -182,7 +207,9 @@ class PolicyState:
         if group.name not in self.in_flight.groups:
             self._tasks.report(group.number, group.task, group.rewards)
         if len(scored) >= self.recipe.train.fewest_siblings:
-            self._put(complete)
+            unscored = tuple(member for member in ended if not isinstance(member.outcome, Scored))
+            entry = Entry(complete, group.task_fingerprint, unscored) if self.buffer.journal else None
+            self._put(complete, entry=entry, place=place)
             return
         self.ledger.settle("filtered", len(scored), reason="fewer than two siblings were scored" if scored else "")
         self._drop(complete.number, num_sampled(ended))
@@ -203,8 +230,8 @@ class PolicyState:
                 self.ledger.settle(state, reason=reason, id=member.id)
         return reason
 
-    def _put(self, group: Group) -> None:
-        self.buffer.put(group)
+    def _put(self, group: Group, *, entry: Entry | None, place: Place | None) -> None:
+        self.buffer.put(group, entry=entry, place=place)
         for oldest in self.buffer.overwritten():
             self._reject(oldest, "overwritten")
         self._filter()
@@ -263,15 +290,18 @@ class PolicyState:
 
     async def start_batch(
         self, version: int, recipe: Recipe, *, on_taken: Callable[[StartedBatch], Awaitable[None]]
-    ) -> StartedBatch:
-        """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns. `recipe`: the
-        settings when it was due; `on_taken` is called before the trainer gets anything."""
+    ) -> StartedBatch | None:
+        """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns. None if a group
+        could not be read back from the disk. `recipe`: the settings when it was due; `on_taken` is called before the trainer
+        gets anything."""
         trainer = self.trainer
         started = StartedBatch(version, self.buffer.take(), steps_before=trainer.num_steps, filtered=self.filtered)
         self.filtered = []
         weights = next((ahead.following for ahead in reversed(self.started) if ahead.following), self.term_weights)
         self.started.append(started)
         self._room.set()
+        if not await self._load(started):
+            return None
         await on_taken(started)
         groups = started.groups
         for name in columns_first(groups, recipe):  # each step's forward pass computes the others
@@ -287,6 +317,26 @@ class PolicyState:
             started.publishing = trainer.publish(version + 1, canary=self.canary)
         return started
 
+    async def _load(self, started: StartedBatch) -> bool:
+        """Read what waited on disk. If some cannot be read, it counts as failed, and the others go back to where they were."""
+        taken = started.groups
+        if all(group.is_in_memory for group in taken):
+            return True
+        found = self.buffer.load(taken) if self.trainer.is_inline else await asyncio.to_thread(self.buffer.load, taken)
+        self.buffer.loaded(taken)
+        started.groups = [group for group in found if isinstance(group, Group)]
+        if len(started.groups) == len(taken):
+            return True
+        self.started.remove(started)
+        self.buffer.put_back(started.groups)
+        self.filtered = started.filtered + self.filtered
+        for group, problem in zip(taken, found, strict=True):
+            if isinstance(problem, JournalError):
+                log.warning("group %d is lost: %s", group.number, problem)
+                self.ledger.settle("failed", group.num_episodes, reason="its copy on disk, in the journal, is damaged")
+                self._drop(group.number, group.num_sampled)
+        return False
+
     def settle_trained(self, started: StartedBatch) -> None:
         """The next version is trained."""
         self.version += 1
@@ -295,6 +345,10 @@ class PolicyState:
         self.started.remove(started)
         self.ledger.settle("trained", sum(group.num_episodes for group in started.groups))
         self.ledger.check()
+        if self.pace is not None and self.pace.trained(
+            num_waiting=self.buffer.num_available // self._units, has_next=bool(self.started)
+        ):
+            self.renew_gate()
         self._tasks.hand_over()  # calls a user's sampler, which may raise
 
     def return_groups(self, failure: BaseException | None = None) -> None:
@@ -333,6 +387,7 @@ class PolicyState:
             "filtered": list(self.filtered),
             "ledger": self.ledger.state(),
             "term_weights": list(self.term_weights),
+            "lag_controller": None if self.pace is None else self.pace.controller.state(),
         }
 
     async def restore(self, checkpoint: Checkpoint) -> None:
@@ -342,16 +397,36 @@ class PolicyState:
         self.version = self.held_version = checkpoint.version
         self.term_weights = TermWeights(*manifest["term_weights"])
         self.submitted_groups, self._num_dropped = manifest["submitted_groups"], manifest["dropped_groups"]
+        self.filtered = manifest["filtered"]
+        self.ledger.restore(manifest["ledger"])
+        await self.recovered.find()
+        for group in checkpoint.buffered():
+            self.buffer.put(group, place=self.recovered.place(group))
+        waiting = list[GroupInFlight]()
         for number, *task in manifest["in_flight"]:
             indexes, rewards = manifest.get("siblings", {}).get(str(number), (None, []))
-            self._add_group(number, Task(*task), indexes=indexes).rewards = rewards
+            waiting.append(self._add_group(number, Task(*task), indexes=indexes))
+            waiting[-1].rewards = rewards
+        self._keep_recovered()
+        for of_checkpoint in waiting:
+            self._take_recovered(of_checkpoint)
         self.wasted_tokens += self.in_flight.restore(
             checkpoint.in_flight(), version=self.version, lineage=self.lineage, rejection=self.rejection
         )
-        for group in checkpoint.buffered():
-            self.buffer.put(group)
-        self.filtered = manifest["filtered"]
-        self.ledger.restore(manifest["ledger"])
+        if self.pace is not None and manifest.get("lag_controller"):
+            self.pace.controller.restore(manifest["lag_controller"])
+            self.renew_gate()
+
+    def _keep_recovered(self) -> None:
+        """Of what the journal has, keep what this run has still to submit or has in flight, and may train."""
+        due = {self.in_flight.number(record) for record in self.in_flight.episodes()}
+        first = self.submitted_groups * self._units
+
+        def is_wanted(group: Group) -> bool:
+            is_due = group.number >= first or group.number in due
+            return is_due and self.rejection.reason(group, version=self.version, lineage=self.lineage) is None
+
+        self.recovered.keep(is_wanted)
 
 
 def max_generate_calls(recipe: Recipe) -> int:
