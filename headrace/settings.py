@@ -7,6 +7,7 @@ second. The string under each field is its documentation, also in `--help`.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -224,9 +225,14 @@ def describe(cls: type[Any], *, prefix: str = "", may_change: bool = False) -> I
 def _convert(hint: Any, value: Any, *, origin: Origin, path: str) -> Any:  # noqa: ANN401
     kind, arguments = typing.get_origin(hint), typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
-        if value is None:
+        if value is None and type(None) in arguments:
             return None
-        return _convert(next(a for a in arguments if a is not type(None)), value, origin=origin, path=path)
+        choices = [a for a in arguments if a is not type(None)]
+        if len(choices) == 1:
+            return _convert(choices[0], value, origin=origin, path=path)
+        for choice in choices:
+            with contextlib.suppress(ConfigError):
+                return _convert(choice, value, origin=origin, path=path)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, hint):
             return value
@@ -238,8 +244,8 @@ def _convert(hint: Any, value: Any, *, origin: Origin, path: str) -> Any:  # noq
         guess = difflib.get_close_matches(str(value).lower(), [str(a) for a in arguments], n=1)
         asked = _first_leaf(path, value) if isinstance(value, dict) else f"{path} = {value}"
         advice = origin.advise(asked) or (f"did you mean {guess[0]!r}?" if guess else "")
-        choices = ", ".join(repr(a) for a in arguments)
-        raise ConfigError(f"{origin.locate(path)}{path} = {value!r}: must be one of {choices}{advice and f'; {advice}'}")
+        allowed = ", ".join(repr(a) for a in arguments)
+        raise ConfigError(f"{origin.locate(path)}{path} = {value!r}: must be one of {allowed}{advice and f'; {advice}'}")
     elif kind is tuple and isinstance(value, str) and (arguments[0] is str or typing.get_origin(arguments[0]) is Literal):
         return (_convert(arguments[0], value, origin=origin, path=path),)  # one text for a list of one
     elif kind is tuple and isinstance(value, dict) and dataclasses.is_dataclass(arguments[0]):
@@ -272,7 +278,8 @@ def _type_name(hint: Any) -> str:  # noqa: ANN401
     if kind is Literal:
         return " | ".join(_toml_value(a) for a in arguments)
     if kind in (typing.Union, types.UnionType):
-        return " | ".join(_type_name(a) for a in arguments if a is not type(None)) + " or nothing"
+        names = [_type_name(a) for a in arguments if a is not type(None) and not (a is int and float in arguments)]
+        return " | ".join(names) + " or nothing" * (type(None) in arguments)
     if kind is tuple:
         return f"a list of {_type_name(arguments[0])}"
     if kind is dict:

@@ -119,7 +119,8 @@ def test_an_interrupt_before_there_is_a_run_says_so(capsys, monkeypatch) -> None
 
 
 def test_an_override_may_be_two_words(capsys) -> None:
-    assert run("train", "recipes/quickstart.toml", "--dry-run", "--steps", "7", "--exact", "True", "--seed=3") == 0
+    words = ("--steps", "7", "--exact", "True", "--staleness.max_lag", "1", "--seed=3")
+    assert run("train", "recipes/quickstart.toml", "--dry-run", *words) == 0
     said = capsys.readouterr().out
     assert "steps = 7\n" in said and "exact = true\n" in said and "seed = 3\n" in said
 

@@ -100,8 +100,8 @@ def test_errors_name_the_line_of_the_file(tmp_path: Path) -> None:
     file.write_text("[[tasks]]\nsource = 'a'\n[[tasks]]\nsource = 'b'\nwieght = 2\n")
     with pytest.raises(ConfigError, match=r"mine.toml:5: tasks.1.wieght is not a setting; did you mean tasks.1.weight\?"):
         load_recipe(file)
-    file.write_text("[buffer]\nkind = 'bounded'\ndepth = 5\n")
-    with pytest.raises(ConfigError, match=r"mine.toml:3: buffer.depth = 5: .*staleness.max_lag = 1"):
+    file.write_text("[buffer]\nkind = 'bounded'\ndepth = 9\n")
+    with pytest.raises(ConfigError, match=r"mine.toml:3: buffer.depth = 9: .*staleness.max_lag_limit = 8; raise it to 9"):
         load_recipe(file)
     file.write_text("[staleness]\ncorrect = 'tsi'\n")
     with pytest.raises(ConfigError, match=r"mine.toml:2: staleness.correct = 'tsi': must be one of .*did you mean 'tis'\?"):
@@ -208,7 +208,10 @@ def test_every_section_is_documented() -> None:
         ({"staleness.cap": 0.5}, "staleness.cap = 0.5"),
         ({"staleness.floor": 1.5}, "staleness.floor = 1.5"),
         ({"staleness.limit": -1}, "staleness.limit = -1.0: must be a number ≥ 0"),
-        ({"staleness.limit": 0.1}, "staleness.limit = 0.1: only correct = 'opsm' and 'm2po' have a limit, not 'none'"),
+        (
+            {"staleness.limit": 0.1},
+            "staleness.limit = 0.1: only correct = 'opsm', 'm2po' and 'trust_region' have a limit, not 'none'",
+        ),
         ({"train.group_size": 0, "train.advantage": "global"}, "train.group_size = 0: must be ≥ 1"),
         ({"train.discount": 1.1}, "train.discount = 1.1: must be in [0, 1]"),
         ({"train.gae_lambda": -0.1}, "train.gae_lambda = -0.1: must be in [0, 1]"),
@@ -237,7 +240,30 @@ def test_every_section_is_documented() -> None:
             {"train.loss": "a3po", "staleness.correct": "tis"},
             "staleness.correct = 'tis': train.loss = 'a3po' has the importance",
         ),
-        ({"train.loss": "m2po", "staleness.correct": "tis"}, "staleness.correct = 'tis': train.loss = 'm2po' brings"),
+        (
+            {"staleness.correct": ["tis", "opsm", "mis"]},
+            "staleness.correct = ['tis', 'opsm', 'mis']: tis and mis would each apply the importance weight; keep one of them",
+        ),
+        ({"staleness.correct": ["icepop", "mis"]}, "staleness.correct = ['icepop', 'mis']: icepop and mis would each apply"),
+        ({"staleness.correct": ["opsm", "opsm"]}, "staleness.correct = ['opsm', 'opsm']: each correction is applied once"),
+        (
+            {"staleness.correct": ["none", "tis"]},
+            "staleness.correct = ['none', 'tis']: name one correction or several, or 'none'",
+        ),
+        ({"staleness.correct": []}, "staleness.correct = []: name one correction or several, or 'none' alone"),
+        ({"staleness.correct": ["tis", "tsi"]}, "staleness.correct.1 = 'tsi': must be one of"),
+        (
+            {"staleness.correct": ["opsm", "m2po"], "staleness.limit": 0.1},
+            "staleness.limit = 0.1: opsm and m2po each have their own; set it to 0",
+        ),
+        (
+            {"staleness.correct": ["tis", "prefix"], "staleness.limit": 0.1},
+            "staleness.limit = 0.1: only correct = 'opsm', 'm2po' and 'trust_region' have a limit, not ['tis', 'prefix']",
+        ),
+        (
+            {"train.loss": "a3po", "staleness.correct": ["opsm", "tis"]},
+            "staleness.correct = ['opsm', 'tis']: train.loss = 'a3po' has the importance weight in it, which tis would",
+        ),
         ({"train.loss": "gspo", "train.loss_mean": "token"}, "train.loss_mean = 'token': loss = 'gspo' is defined by"),
         ({"train.loss": "kimi", "train.loss_mean": "sequence"}, "train.loss_mean = 'sequence': loss = 'kimi' is defined by"),
         ({"train.constants": {"dual_clip": 1}}, "train.constants.dual_clip = 1.0: must be above 1, such as 3, or 0 for none"),
@@ -275,24 +301,31 @@ def test_every_section_is_documented() -> None:
         ({"checkpoint.every": 0}, "checkpoint.every = 0"),
         ({"checkpoint.keep": 0}, "checkpoint.keep = 0"),
         ({"buffer.kind": "bounded"}, "buffer.depth = 0: a bounded buffer holds at least 1 batch"),
-        ({"buffer.depth": 1}, "buffer.depth = 1: only buffer.kind = 'bounded' has a depth, not 'auto'"),
+        ({"buffer.depth": 1}, "buffer.depth = 1: only buffer.kind = 'bounded' or 'ring' or 'reserved' has a depth, not 'auto'"),
         ({"buffer": {"kind": "stream", "depth": 1}}, "buffer.depth = 1: only buffer.kind = 'bounded'"),
         (
             {"buffer": {"kind": "bounded", "depth": 3}, "staleness.max_lag": 2},
-            "buffer.depth = 3: a batch that waits so long lags more than staleness.max_lag = 2; raise max_lag to 3",
+            "buffer.depth = 3: a batch that waits so long lags more than staleness.max_lag = 2; raise it to 3",
         ),
         ({"buffer.kind": "one_ahead", "staleness.max_lag": 0}, "buffer.kind = 'one_ahead': nothing can run ahead"),
         ({"buffer.kind": "stream", "staleness.max_lag": 0}, "buffer.kind = 'stream': nothing can run ahead"),
         ({"exact": True, "device": "cuda"}, "device = 'cuda': exact = true is a promise about the CPU"),
         ({"exact": True, "model.dtype": "bfloat16"}, "model.dtype = 'bfloat16': exact = true needs float32"),
         ({"exact": True, "engine.block_size": 32}, "engine.block_size = 32: exact = true needs 16"),
-        ({"exact": True, "buffer.kind": "stream", "staleness.gate": False}, "staleness.gate = false: exact = true"),
+        ({"exact": True}, "staleness.max_lag = 'auto': it follows measured times, which exact = true does not allow"),
+        ({"staleness.max_lag": "aut"}, "staleness.max_lag = 'aut': must be a number | \"auto\""),
+        ({"staleness.max_lag": float("nan")}, "staleness.max_lag = nan: must be ≥ 0"),
+        ({"staleness.max_lag_limit": 0}, "staleness.max_lag_limit = 0: must be ≥ 1"),
+        ({"staleness.gate": True}, "staleness.gate = True: must be one of 'depth', 'slots', 'none'"),
+        ({"staleness.slots": 0.01}, "staleness.slots = 0.01: no group has room in that share of a batch of 32"),
+        ({"staleness": {"reject": "never", "rejected": "retry"}}, "staleness.rejected = 'retry': nothing is rejected"),
+        ({"exact": True, "buffer.kind": "stream", "staleness.gate": "none"}, "staleness.gate = 'none': exact = true needs"),
         ({"sampling.max_tokens": 64, "model.context": 64}, "sampling.max_tokens = 64: leaves no room for a prompt"),
         ({"partial.oversample": 0.9}, "partial.oversample = 0.9: must be a number ≥ 1"),
         ({"partial.oversample": float("inf")}, "partial.oversample = inf"),
         (
-            {"partial.cancel": "over_age", "staleness.reject": False},
-            "partial.cancel = 'over_age': nothing is over age with staleness.reject = false",
+            {"partial.cancel": "over_age", "staleness.reject": "never"},
+            "partial.cancel = 'over_age': nothing is over age with staleness.reject = 'never'",
         ),
         ({"partial.cancel": "over_age", "exact": True}, "partial.cancel = 'over_age': what is cancelled depends on timing"),
         (
@@ -305,8 +338,8 @@ def test_every_section_is_documented() -> None:
         ),
         ({"partial.oversample": 1.5, "exact": True}, "partial.oversample = 1.5: which groups are trained depends on timing"),
         (
-            {"partial.oversample": 1.5, "staleness.gate": False},
-            "partial.oversample = 1.5: with staleness.gate = false submission is not counted by batches",
+            {"partial.oversample": 1.5, "staleness.gate": "none"},
+            "partial.oversample = 1.5: with staleness.gate = 'none' submission is not counted by batches",
         ),
         (
             {"partial.oversample": 1.5, "buffer.order": "submission"},
@@ -390,11 +423,14 @@ def test_a_number_that_must_crash_later_is_refused_now(settings: dict) -> None:
         {"train.batch": 16, "train.mini_batches": 2},
         {"sampling.max_tokens": 63, "model.context": 64},
         {"sampling.max_tokens": 5000, "model.context": 0},
-        {"exact": True, "device": "cpu"},
-        {"exact": True, "buffer.kind": "stream"},
+        {"exact": True, "device": "cpu", "staleness.max_lag": 1},
+        {"exact": True, "buffer.kind": "stream", "staleness.max_lag": 1},
+        {"staleness": {"max_lag": 0.5}},
+        {"staleness": {"max_lag": "auto", "max_lag_limit": 1}},
+        {"staleness": {"gate": "slots", "slots": 0.1}},
         {"buffer": {"kind": "bounded", "depth": 1}, "staleness.max_lag": 0},
-        {"buffer": {"kind": "bounded", "depth": 9}, "staleness": {"gate": False, "reject": False}},
-        {"buffer.kind": "stream", "staleness": {"max_lag": 0, "gate": False, "reject": False}},
+        {"buffer": {"kind": "bounded", "depth": 9}, "staleness": {"gate": "none", "reject": "never"}},
+        {"buffer.kind": "stream", "staleness": {"max_lag": 0, "gate": "none", "reject": "never"}},
         {"reward": {"weights": [1, 2]}},
         {"steps": 0, "sft": {"epochs": 0.5, "until_success": 0.0}},
     ],
@@ -408,7 +444,13 @@ def test_a_recipe_at_its_limits_is_taken(settings: dict) -> None:
 
 KINDS = ("auto", "synchronous", "one_ahead", "bounded", "stream")
 FOLLOWS = [
-    # kind, depth, max_lag, gate, reject -> buffer_kind, gate_depth, batches_waiting
+    # kind, depth, max_lag, gated, rejects -> buffer_kind, gate_depth, batches_waiting
+    (("auto", 0, "auto", True, True), ("resizable", 8, None)),
+    (("auto", 0, "auto", False, False), ("stream", None, None)),
+    (("synchronous", 0, "auto", True, True), ("synchronous", 0, 1)),
+    (("stream", 0, "auto", True, True), ("stream", 8, None)),
+    (("auto", 0, 0.5, True, True), ("one_ahead", 0.5, 1)),
+    (("auto", 0, 1.25, True, True), ("bounded", 1.25, 2)),
     (("auto", 0, 0, True, True), ("synchronous", 0, 1)),
     (("auto", 0, 0, False, True), ("synchronous", 0, 1)),
     (("auto", 0, 0, True, False), ("synchronous", 0, 1)),
@@ -435,8 +477,9 @@ FOLLOWS = [
 ]
 
 
-def settings_of(kind: str, depth: int, max_lag: int, gate: bool, reject: bool) -> dict:
-    return {"buffer": {"kind": kind, "depth": depth}, "staleness": {"max_lag": max_lag, "gate": gate, "reject": reject}}
+def settings_of(kind: str, depth: int, max_lag: float | str, gated: bool, rejects: bool) -> dict:
+    how = {"gate": "depth" if gated else "none", "reject": "oldest" if rejects else "never"}
+    return {"buffer": {"kind": kind, "depth": depth}, "staleness": {"max_lag": max_lag, **how}}
 
 
 @pytest.mark.parametrize(("chosen", "expected"), FOLLOWS, ids=lambda value: "-".join(map(str, value)))
@@ -477,7 +520,7 @@ def test_every_combination_is_refused_or_holds_its_promises() -> None:
 
 def test_exact_mode_trains_in_order_of_submission() -> None:
     assert not is_in_submission_order(make_recipe({}))
-    assert is_in_submission_order(make_recipe({"exact": True}))
+    assert is_in_submission_order(make_recipe({"exact": True, "staleness.max_lag": 1}))
     assert is_in_submission_order(make_recipe({"buffer.order": "submission"}))
 
 
@@ -492,7 +535,7 @@ def test_the_derivation_counts() -> None:
     ]
     with pytest.raises(ConfigError, match="DPO learns from pairs"):
         make_recipe({"algorithm": "dpo"})
-    ungated = "\n".join(make_recipe({"staleness": {"gate": False, "reject": False}}).derivation())
+    ungated = "\n".join(make_recipe({"staleness": {"gate": "none", "reject": "never"}}).derivation())
     assert "gate       none" in ungated and "stream: 8 GB wait at most" in ungated
 
 
@@ -506,10 +549,10 @@ def test_the_hash_is_of_what_a_run_is() -> None:
         {"tasks": [{"source": "a"}]},
         {"tasks": [{"source": "a", "options": {"b": 1}}]},
         {"evaluate.limit": 3},
-        {"exact": True},
-        {"exact": True, "steps": 7},
-        {"exact": True, "threads": 2},
-        {"exact": True, "evaluate.every": 3},
+        *(
+            {"exact": True, "staleness.max_lag": 1, **more}
+            for more in ({}, {"steps": 7}, {"threads": 2}, {"evaluate.every": 3})
+        ),
     ]
     hashes = {make_recipe(change).hash for change in changes} | {base.hash}
     assert len(hashes) == len(changes) + 1
@@ -652,7 +695,7 @@ def test_an_override_of_another_command_is_refused(capsys) -> None:
         ({"partial.oversample": 2}, 32, False),
         ({"partial.oversample": 1.5, "buffer.kind": "synchronous"}, 16, True),
         ({"partial": {"oversample": 1.5, "cancel": "over_age"}, "staleness.max_lag": 0}, 16, True),
-        ({"partial.oversample": 1.5, "staleness": {"max_lag": 0, "reject": False}}, 16, True),
+        ({"partial.oversample": 1.5, "staleness": {"max_lag": 0, "reject": "never"}}, 16, True),
         ({"buffer.kind": "synchronous"}, 0, False),
     ],
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.algorithms.group_filters import FilterSettings, unwanted
     from headrace.algorithms.losses import check_loss, columns_to_bring, missing_column, needed_columns, resolve_loss
     from headrace.algorithms.named import NAMED
-    from headrace.algorithms.token_objective import Objective, batch_correction, objective, ratio_base
+    from headrace.algorithms.token_objective import Objective, batch_corrections, objective, ratio_base
     from headrace.algorithms.tokens import TokenTensors, ratio_of
     from headrace.algorithms.traits import ADVANTAGES, correction_traits, loss_traits
 else:

@@ -1,9 +1,10 @@
 """Importance weights ρ = π_prox / μ, detached: μ sampled the token (with the recorded logprob), π_prox is the policy at the
 start of the version.
 
-A correction is a function of log ρ; some also use the token's rollout and advantage. Those in `MASKS` return 0 or 1, and the
-loss's ratio is relative to μ. The others contain ρ, and the ratio is relative to π_prox. Those in `BATCH_WIDE` compare a token
-with all others and need the whole batch at once, so that the result does not depend on packing.
+A correction is a function of log ρ; some also use the token's rollout, advantage or version. Those in `MASKS` return 0 or 1;
+the others contain ρ. Those in `BATCH_WIDE` compare a token with all others and need the whole batch at once, so that the result
+does not depend on packing. Several multiply, at most one of which contains ρ; the loss's ratio is then relative to π_prox, and
+to μ if none does.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-JUDGES_CURRENT = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.judges_current)
 MASKS = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.is_mask)
 BATCH_WIDE = frozenset(name for name, traits in CORRECTIONS_WITH_TRAITS.items() if traits.needs_whole_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectedTokens(RolloutTokens):
-    """What a correction is computed from: the tokens' log ρ, and the recipe's constants."""
+    """What a correction is computed from: the tokens' log ρ and versions, and the recipe's constants."""
 
     log_ratio: Tensor
+    versions: Tensor
     cap: float = 2.0
     floor: float = 0.5
     limit: float = 0.04
@@ -91,11 +92,26 @@ def m2po(tokens: CorrectedTokens) -> Tensor:
     return (squares < bound).to(tokens.log_ratio.dtype)
 
 
-_ALL = tis, mis, sequence_tis, sequence_mis, geometric_tis, geometric_mis, opsm, m2po
-CORRECTIONS: dict[str, Callable[[CorrectedTokens], Tensor]] = {correction.__name__: correction for correction in _ALL}
+def prefix(tokens: CorrectedTokens) -> Tensor:
+    """0 for tokens older than the newest version among the trained tokens of their rollout: the off-policy prefix of a rollout
+    that was continued under newer weights; else 1."""
+    newest = tokens.versions.new_zeros(tokens.num_sequences).scatter_reduce(0, tokens.sequence, tokens.versions, "amax")
+    return (tokens.versions == newest.index_select(0, tokens.sequence)).to(tokens.log_ratio.dtype)
+
+
+def trust_region(tokens: CorrectedTokens) -> Tensor:
+    """0 for tokens with log² ρ above `limit`, else 1."""
+    return (tokens.log_ratio.square() <= tokens.limit).to(tokens.log_ratio.dtype)
+
+
+_ALL = tis, mis, sequence_tis, sequence_mis, geometric_tis, geometric_mis, opsm, m2po, prefix, trust_region
+CORRECTIONS: dict[str, Callable[[CorrectedTokens], Tensor]] = {
+    **{correction.__name__: correction for correction in _ALL},
+    "icepop": mis,
+}
 
 
 @torch.no_grad()
 def importance_weights(name: str, tokens: CorrectedTokens) -> Tensor:
-    """Apply a correction by name; `none` gives 1."""
-    return torch.ones_like(tokens.log_ratio) if name == "none" else CORRECTIONS[name](tokens)
+    """Apply a correction by name."""
+    return CORRECTIONS[name](tokens)

@@ -10,7 +10,7 @@ same shape, averaged over tokens). The trainer applies weights, corrections, the
 The correction multiplies the first term. A third return value, such as a value loss, is not corrected. A loss that reads a
 column of the rollouts declares it with `@needs("teacher")` and finds it in `tokens.columns`.
 
-Notation: r = π/π_old, where π_old is π_prox if the correction contains π_prox/μ, else μ, which sampled the token. A is the
+Notation: r = π/π_old, where π_old is π_prox if a correction contains π_prox/μ, else μ, which sampled the token. A is the
 advantage; sg(·) stops the gradient.
 """
 
@@ -28,7 +28,7 @@ from headrace.imports import import_name
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
@@ -250,12 +250,12 @@ _BUILT_IN = (
 LOSSES: dict[str, Loss] = {loss.__name__: loss for loss in _BUILT_IN}
 
 
-def needed_columns(loss: str, correction: str = "none", kl: str = "none") -> tuple[str, ...]:
-    """Return the columns that a loss, a correction and a KL read, each once."""
+def needed_columns(loss: str, corrections: Iterable[str] = (), kl: str = "none") -> tuple[str, ...]:
+    """Return the columns that a loss, corrections and a KL read, each once."""
     wanted = getattr(resolve_loss(loss), "needs", ())
     if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted):
         raise ConfigError(f"train.loss = {loss!r}: its `needs` must be a tuple of column names, not {wanted!r}")
-    has_proximal = correction != "none" and not correction_traits(correction).judges_current
+    has_proximal = any(correction_traits(name).needs_proximal for name in corrections)
     also = [*wanted, *([PROXIMAL] if has_proximal else []), *([REFERENCE] if kl != "none" else [])]
     return tuple(dict.fromkeys(also))
 

@@ -43,7 +43,7 @@ class TokenTensors(RolloutTokens):
     proximal: Tensor
     """log π_prox, under the policy at the start of the version."""
     old: Tensor
-    """Denominator of ratios: `proximal` if the correction contains π_prox/μ, else `recorded`."""
+    """Denominator of ratios: `proximal` if a correction contains π_prox/μ, else `recorded`."""
     versions: Tensor
     """The version that sampled each token."""
     version: int

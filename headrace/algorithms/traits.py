@@ -13,15 +13,15 @@ class LossTraits:
 
     mean: str = ""  # the `train.loss_mean` that the loss is defined by; empty if it goes with any
     has_importance_weight: bool = False  # it applies π_prox/μ itself
-    correction: str = "none"  # the correction that is part of the loss
+    correction: str = "none"  # the correction that is part of the loss, beside those that `staleness.correct` names
 
 
 @dataclass(frozen=True)
 class CorrectionTraits:
-    is_mask: bool = False  # it returns 0 or 1, and the loss's ratio is relative to the recorded logprobs
+    is_mask: bool = False  # it returns 0 or 1; others contain π_prox/μ, and take `staleness.cap` and `staleness.floor`
     needs_whole_batch: bool = False  # it compares a token with all others of the batch
-    judges_current: bool = False  # it compares μ with π as each optimizer step finds it, not with π_prox
-    usual_limit: float = 0.0  # the default for `staleness.limit = 0`; 0 if the correction takes `cap` and `floor` instead
+    needs_proximal: bool = True  # it compares μ with π_prox; if not, with π as each optimizer step finds it, or not at all
+    usual_limit: float = 0.0  # the default for `staleness.limit = 0`; 0 if the correction has no limit
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,10 @@ LOSSES_WITH_TRAITS = {
     "m2po": LossTraits(correction="m2po"),
 }
 CORRECTIONS_WITH_TRAITS = {
-    "opsm": CorrectionTraits(is_mask=True, judges_current=True, usual_limit=1e-4),
+    "opsm": CorrectionTraits(is_mask=True, needs_proximal=False, usual_limit=1e-4),
     "m2po": CorrectionTraits(is_mask=True, needs_whole_batch=True, usual_limit=0.04),
+    "prefix": CorrectionTraits(is_mask=True, needs_proximal=False),
+    "trust_region": CorrectionTraits(is_mask=True, usual_limit=0.04),
 }
 ADVANTAGES = {
     "group": AdvantageTraits(("group", "batch", "none"), compares_siblings=True),

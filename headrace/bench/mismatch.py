@@ -66,7 +66,7 @@ def _measure(kind: str, *, quick: bool) -> Iterator[list[Row]]:
         for way, given in ways.items():
             if kind == "moe" or way == "free":
                 trainer = DeviceTrainer(_make_model(kind, seed), tokenizer=build_tokenizer(), settings=TrainSettings())
-                batch = replace(make_batch(given, advantages=[1.0] * len(given), loss="reinforce"), correction="tis")
+                batch = replace(make_batch(given, advantages=[1.0] * len(given), loss="reinforce"), corrections={"tis": {}})
                 seen.setdefault(way, []).append(trainer.forward_backward(batch))
 
     def row(name: str, metric: str, unit: str, **options: Any) -> Row:  # noqa: ANN401
@@ -129,7 +129,7 @@ def _learn(kind: str, seed: int, *, num_versions: int, replays: bool = False, co
         advantages = (reached - reached.mean()) / (reached.std() + 1e-6)
         given = rollouts if replays else [rollout.replace(expert_routing=None) for rollout in rollouts]
         batch = make_batch(given, advantages=advantages, loss="reinforce")
-        batch = replace(batch, correction="tis" if corrects else "none", version=version)
+        batch = replace(batch, corrections={"tis": {}} if corrects else {}, version=version)
         mismatches.append(trainer.forward_backward(batch)["mismatch"])
         trainer.optim_step(RATE)
         rewards.append(float(reached.mean()))

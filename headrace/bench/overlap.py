@@ -162,7 +162,7 @@ def _recipe(case: Case, *, threads: int, lag: int) -> Recipe:
             "sampling": {"max_tokens": case.tokens},
             "train": {"batch": case.batch, "group_size": 8, "learning_rate": 1e-4},
             "engine": {"slots": case.batch},
-            "staleness": {"max_lag": lag, "reject": False},
+            "staleness": {"max_lag": lag, "reject": "never"},
             "sync": {"canary_limit": 1e9},  # a stub has no logprobs
         }
     )

@@ -172,8 +172,8 @@ class LongTail(Run):
 
     async def lost_tokens(self) -> int:
         """Tokens sampled for groups that were or will be dropped: a group over age is lost, cancelled or not."""
-        policy, max_lag = self.policies[POLICY], self.recipe.staleness.max_lag
-        over_age = await policy.in_flight.over_age(next_version=policy.version, max_lag=max_lag)
+        policy = self.policies[POLICY]
+        over_age = await policy.in_flight.over_age(policy.rejection, next_version=policy.version, held=policy.held_version)
         return policy.wasted_tokens + sum(over_age.values())
 
 

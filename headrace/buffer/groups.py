@@ -2,30 +2,64 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from headrace.buffer.segments import JournalError
 from headrace.observe import Signal
+from headrace.records import Scored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from headrace.records import Episode
+    from headrace.buffer.journal import Entry, Journal
+    from headrace.buffer.segments import Place
+    from headrace.records import Episode, Rollout
 
 
 _OBJECT_BYTES = 2048
 """Of a rollout's Python objects and its part of the episode and the task, besides its arrays."""
+_SPILLED_BYTES = 1024
+"""What stays in memory of a group that waits on disk."""
+
+
+class Versions(NamedTuple):
+    """The policy versions that sampled the tokens of a rollout or a group."""
+
+    first: int
+    """Of the first token sampled, which is the oldest."""
+    newest: int
+    trained: int
+    """The oldest of the tokens that are trained; the newest if none is."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Versions | None:
+        """None if nothing was sampled."""
+        first, versions = rollout.oldest_version, rollout.versions
+        if first < 0:
+            return None
+        newest = int(versions.max())
+        return cls(first, newest, int(versions[rollout.loss_mask].min(initial=newest)))
+
+    def joined(self, other: Versions | None) -> Versions:
+        """Of both together."""
+        if other is None:
+            return self
+        return Versions(min(self.first, other.first), max(self.newest, other.newest), min(self.trained, other.trained))
 
 
 @dataclass(frozen=True)
 class Group:
-    """The scored episodes of one task."""
+    """What enters and leaves the buffer as one: the scored episodes of one task or, with `buffer.unit = "episode"`, one."""
 
     number: int
-    """In the order of submission, from 0."""
+    """In the order of submission, from 0. With `buffer.unit = "episode"`, every episode has its own."""
     episodes: tuple[Episode, ...]
     source: str = ""
     """The source of its task, and the task's place there, as `tasks.Task` has them."""
@@ -41,35 +75,126 @@ class Group:
         return len(self.episodes) > 1 and len({episode.reward for episode in self.episodes}) == 1
 
     @cached_property
-    def versions(self) -> dict[str, tuple[int, int]]:
-        """By lineage, the oldest and newest version that sampled its tokens. Cached, because it is asked for every version."""
+    def versions(self) -> dict[str, Versions]:
+        """By lineage, those that sampled its tokens. Cached, because it is asked for every version."""
         rollouts = [rollout for episode in self.episodes for rollout in episode.rollouts]
-        found = {}
-        for lineage in {rollout.lineage for rollout in rollouts}:
-            versions = np.concatenate([rollout.versions for rollout in rollouts if rollout.lineage == lineage])
-            sampled = versions[versions >= 0]
-            if len(sampled):
-                found[lineage] = (int(sampled.min()), int(sampled.max()))
+        found: dict[str, Versions] = {}
+        for rollout in rollouts:
+            versions = Versions.of(rollout)
+            if versions is not None:
+                found[rollout.lineage] = versions.joined(found.get(rollout.lineage))
         return found
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest that sampled any of its tokens; 0 if none is sampled."""
+        return 0 if self.span is None else self.span.first
+
+    @cached_property
+    def span(self) -> Versions | None:
+        """The versions that sampled its tokens, of all lineages; None if there are no tokens."""
+        span = None
+        for versions in self.versions.values():
+            span = versions.joined(span)
+        return span
 
     @cached_property
     def num_bytes(self) -> int:
         """Memory it takes, about."""
         return sum(_OBJECT_BYTES + rollout.num_bytes for episode in self.episodes for rollout in episode.rollouts)
 
+    @cached_property
+    def num_episodes(self) -> int:
+        return len(self.episodes)
+
+    @cached_property
+    def num_sampled(self) -> int:
+        return num_sampled(self.episodes)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether `episodes` has them."""
+        return True
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it; the episodes of one on disk are read when asked for."""
+        return {"number": self.number, "episodes": self.episodes, "source": self.source, "index": self.index}
+
+
+class SpilledGroup(Group):
+    """A group that waits in the journal: all that is asked of a waiting group, without its episodes."""
+
+    def __init__(self, group: Group, place: Place, journal: Journal) -> None:
+        super().__init__(group.number, (), group.source, group.index)
+        facts = ("unshaped_rewards", "versions", "num_episodes", "num_sampled")
+        self.__dict__.update({name: getattr(group, name) for name in facts})
+        self.__dict__.update(num_bytes=_SPILLED_BYTES, place=place, journal=journal)
+
+    @property
+    def is_in_memory(self) -> bool:
+        return False
+
+    def read(self) -> tuple[Episode, ...]:
+        episodes = self.__dict__["journal"].read(self.place)
+        return tuple(episode for episode in episodes if isinstance(episode.outcome, Scored))
+
+    def loaded(self) -> Group:
+        return Group(self.number, self.read(), self.source, self.index)
+
+    @property
+    def place(self) -> Place:
+        place: Place = self.__dict__["place"]
+        return place
+
+    def saved(self) -> dict[str, Any]:
+        return {**super().saved(), "episodes": self.read}
+
+
+def num_sampled(episodes: Iterable[Episode]) -> int:
+    """Without the tokens that a fork shares with its parent, which counts them."""
+    rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
+    return sum(int(np.count_nonzero(each.is_sampled[each.parent[1] if each.parent else 0 :])) for each in rollouts)
+
 
 class GroupBuffer:
-    """`put` never waits; `ready` is set while a whole batch can be taken."""
+    """`put` never waits; `ready` is set while a whole batch can be taken. Apart from `groups` and `available`, no call looks at
+    every waiting group."""
 
     def __init__(
-        self, *, batch: int, capacity: int | None, max_bytes: int, waits_for: Callable[[], int | None] | None = None
+        self,
+        *,
+        batch: int,
+        capacity: int | Callable[[], int | None] | None,
+        max_bytes: int,
+        waits_for: Callable[[], int | None] | None = None,
+        window: Callable[[], int] = lambda: 1,
+        num_reserved: Callable[[], int] = lambda: 0,
+        overwrites: bool = False,
+        journal: Journal | None = None,
+        on_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """With `waits_for`, groups leave in the order of their numbers and none before the group in flight that it names,
-        which must have left the table of groups in flight when it is put or dropped."""
-        self._batch, self.capacity, self._max_bytes, self._waits_for = batch, capacity, max_bytes, waits_for
-        self._groups: dict[int, Group] = {}
-        self.num_bytes = 0
+        """`capacity`: groups at which it is full, counting those in flight that `num_reserved` tells. With `waits_for`, groups
+        leave in the order of their numbers, and only those less than `window` after the group in flight that it names, which
+        must have left the table of groups in flight when it is put or dropped. `overwrites`: see `overwritten`. With a
+        `journal`, groups beyond `max_bytes` wait on disk; `on_room` is called when one has gone there."""
+        self.batch, self.capacity, self._max_bytes = batch, capacity, max_bytes
+        self._waits_for, self._window = waits_for, window
+        self._num_reserved, self._overwrites = num_reserved, overwrites
+        self._groups: OrderedDict[int, Group] = OrderedDict()
+        """By number, in the order they were put."""
+        self._numbers: list[int] = []
+        """Sorted; empty if they leave in the order they were put."""
+        self._unchecked: set[int] = set()
+        self._by_age: defaultdict[int, set[int]] = defaultdict(set)
+        """Oldest version -> numbers of the groups that `suspects` has returned."""
+        self.num_bytes = self.num_episodes = 0
+        """Bytes in memory."""
         self.ready = Signal()
+        self._places: dict[int, Place] = {}
+        """Of groups in memory that are in the journal too, unless a checkpoint has made that forget them."""
+        self.journal, self._on_room = journal, on_room
+        if journal is not None:
+            journal.on_written = self._on_written
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -77,39 +202,93 @@ class GroupBuffer:
     @property
     def is_full(self) -> bool:
         """While it is, no groups are submitted. A batch fits whatever its bytes, or the trainer would wait for it forever."""
-        is_large = self.num_bytes >= self._max_bytes and len(self._groups) >= self._batch
-        return is_large or (self.capacity is not None and len(self._groups) >= self.capacity)
+        if self._overwrites:
+            return False
+        has_no_bytes = self.num_bytes >= self._max_bytes or (self.journal is not None and self.journal.is_full)
+        bound = self._bound
+        is_at_bound = bound is not None and len(self._groups) + self._num_reserved() >= bound
+        return is_at_bound or (has_no_bytes and len(self._groups) >= self.batch)
 
     @property
-    def num_episodes(self) -> int:
-        return sum(len(group.episodes) for group in self._groups.values())
+    def _bound(self) -> int | None:
+        return self.capacity() if callable(self.capacity) else self.capacity
 
-    def put(self, group: Group) -> None:
+    def put(self, group: Group, *, entry: Entry | None = None, place: Place | None = None) -> None:
+        """`entry`: what to write to the journal, unless it is there already, at `place`."""
         assert group.number not in self._groups
-        self._groups[group.number] = group
-        self.num_bytes += group.num_bytes
+        self._add(group)
         self._update()
+        if place is not None:
+            self._on_written(group.number, place)
+        elif self.journal is not None and entry is not None:
+            self.journal.write(entry)
+
+    def _on_written(self, number: int, place: Place | None) -> None:
+        """A group is in the journal, if it has a place there."""
+        if place is not None and number in self._groups:
+            self._places[number] = place
+            self._spill()
+
+    def _spill(self) -> None:
+        """While memory is full, leave groups to the disk: those written last, which leave last in most orders."""
+        while self.journal is not None and self.num_bytes >= self._max_bytes and self._places:
+            number, place = self._places.popitem()
+            if self.journal.pin(place):
+                self.num_bytes -= self._groups[number].num_bytes - _SPILLED_BYTES
+                self._groups[number] = SpilledGroup(self._groups[number], place, self.journal)
+                self._on_room()
 
     def drop(self, number: int) -> None:
         """That group, waiting or in flight until now, will never be trained: it failed, or was filtered or rejected."""
-        group = self._groups.pop(number, None)
-        self.num_bytes -= 0 if group is None else group.num_bytes
+        if number in self._groups:
+            self._unpin(self._remove(number))
         self._update()
 
     def take(self) -> list[Group]:
         """Remove and return a batch; only while `ready` is set."""
-        numbers = self._available()[: self._batch]
-        assert len(numbers) == self._batch
-        taken = [self._groups.pop(number) for number in numbers]
-        self.num_bytes -= sum(group.num_bytes for group in taken)
+        assert self.num_available >= self.batch
+        taken = [self._remove(number) for number in self._next(self.batch)]
         self._update()
         return taken
 
+    def load(self, taken: list[Group]) -> list[Group | JournalError]:
+        """The groups with their episodes, in a thread; an error in place of each that cannot be read from the disk."""
+        found: list[Group | JournalError] = []
+        for group in taken:
+            try:
+                found.append(group.loaded() if isinstance(group, SpilledGroup) else group)
+            except JournalError as error:
+                found.append(error)
+        return found
+
+    def loaded(self, taken: list[Group]) -> None:
+        """These groups have been loaded, or given up: their copies on disk are not needed."""
+        for group in taken:
+            self._unpin(group)
+
+    def _unpin(self, group: Group) -> None:
+        if isinstance(group, SpilledGroup) and self.journal is not None:
+            self.journal.unpin(group.place)
+
     def put_back(self, groups: list[Group]) -> None:
         """Undo a `take`: the groups leave next, in the order they had."""
-        self._groups = {group.number: group for group in groups} | self._groups
-        self.num_bytes += sum(group.num_bytes for group in groups)
+        for group in reversed(groups):
+            self._add(group)
+            self._groups.move_to_end(group.number, last=False)
         self._update()
+
+    def overwritten(self) -> list[Group]:
+        """Of a ring above its bound: the groups that would leave next, which are to be dropped. The newest batch stays."""
+        found, num_left, bytes_left = list[Group](), len(self._groups), self.num_bytes
+        bound = self._bound if self._overwrites else None
+        if bound is None or (num_left <= bound and bytes_left <= self._max_bytes):
+            return found
+        for number in self._next(num_left - self.batch):
+            if num_left <= bound and bytes_left <= self._max_bytes:
+                break
+            found.append(self._groups[number])
+            num_left, bytes_left = num_left - 1, bytes_left - found[-1].num_bytes
+        return found
 
     def groups(self) -> list[Group]:
         """The waiting groups, in the order they were put."""
@@ -117,17 +296,55 @@ class GroupBuffer:
 
     def available(self) -> list[Group]:
         """The groups that may leave now, in the order in which they will."""
-        return [self._groups[number] for number in self._available()]
+        return [self._groups[number] for number in self._next(self.num_available)]
 
-    def _available(self) -> list[int]:
-        """Numbers of the groups that may leave now, in order."""
-        if self._waits_for is None:
-            return list(self._groups)
-        first = self._waits_for()
-        return sorted(number for number in self._groups if first is None or number < first)
+    def suspects(self, *, older_than: int | None) -> list[Group]:
+        """The groups that may be too old: those put since this was last called, and those with a token of a version before
+        `older_than`."""
+        found = {number: self._groups[number] for number in sorted(self._unchecked)}
+        for number, group in found.items():
+            self._by_age[group.oldest_version].add(number)
+        self._unchecked.clear()
+        for version in [version for version in self._by_age if older_than is not None and version < older_than]:
+            found |= {number: self._groups[number] for number in self._by_age[version]}
+        return list(found.values())
+
+    def _add(self, group: Group) -> None:
+        self._groups[group.number] = group
+        self._unchecked.add(group.number)
+        if self._waits_for is not None:
+            insort(self._numbers, group.number)
+        self.num_bytes += group.num_bytes
+        self.num_episodes += group.num_episodes
+
+    def _remove(self, number: int) -> Group:
+        group = self._groups.pop(number)
+        self._places.pop(number, None)
+        if self._waits_for is not None:
+            del self._numbers[bisect_left(self._numbers, number)]
+        if number in self._unchecked:
+            self._unchecked.remove(number)
+        else:
+            same_age = self._by_age[group.oldest_version]
+            same_age.remove(number)
+            if not same_age:
+                del self._by_age[group.oldest_version]
+        self.num_bytes -= group.num_bytes
+        self.num_episodes -= group.num_episodes
+        return group
+
+    @property
+    def num_available(self) -> int:
+        """Groups that may leave now."""
+        first = self._waits_for() if self._waits_for is not None else None
+        return len(self._groups) if first is None else bisect_left(self._numbers, first + self._window())
+
+    def _next(self, count: int) -> list[int]:
+        """Numbers of the groups that leave next."""
+        return list(islice(self._groups, count)) if self._waits_for is None else self._numbers[:count]
 
     def _update(self) -> None:
-        if len(self._available()) >= self._batch:
+        if self.num_available >= self.batch:
             self.ready.set()
         else:
             self.ready.clear()

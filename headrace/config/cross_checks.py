@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.buffer import buffer_policy, check_buffer
+from headrace.buffer import buffer_policy, check_buffer, needs_gate
 from headrace.engine import check_engine_kind
 from headrace.partial import check_unfinished, pauses_unfinished
 from headrace.settings import ConfigError
-from headrace.staleness import check_correction
+from headrace.staleness import check_correction, check_staleness, max_untrained_groups
 from headrace.sync import transport_class
 from headrace.trainer import TrainSettings
 
@@ -27,6 +27,7 @@ def check_across_rooms(recipe: Recipe) -> None:
     problem = next(_problems(recipe), None)
     if problem is not None:
         raise ConfigError(problem)
+    check_staleness(recipe)
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
@@ -42,8 +43,11 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"model.dtype = '{recipe.model.dtype}': exact = true needs float32"
         if engine.block_size != 16:
             yield f"engine.block_size = {engine.block_size}: exact = true needs 16"
-        if not recipe.staleness.gate and buffer_policy(recipe).max_batches is None:
-            yield "staleness.gate = false: exact = true needs the gate where the buffer has no bound"
+        if not recipe.staleness.is_gated and buffer_policy(recipe).max_batches is None:
+            given = f"staleness.gate = '{recipe.staleness.gate}'"
+            yield f"{given}: exact = true needs gate = 'depth' where the buffer has no bound"
+    if (setting := needs_gate(recipe)) and max_untrained_groups(recipe) is None:
+        yield f"{setting}: it counts the groups that the gate lets be submitted and untrained, and there is no gate"
     if engine.sleeps and not buffer_policy(recipe).takes_turns:
         yield (
             f"engine.sleep = '{engine.sleep}': engines that generate while the trainer trains cannot sleep then; set "
@@ -77,6 +81,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield "train.parameters: with [lora] only the adapter is trained; choose its layers with lora.targets"
     if recipe.filter.max_tied < 1 and recipe.train.group_size < 2:
         yield f"filter.max_tied = {recipe.filter.max_tied:g}: a group of one is never tied; set train.group_size to 2 or more"
+    if recipe.filter.max_tied < 1 and recipe.buffer.is_by_episode:
+        yield f"filter.max_tied = {recipe.filter.max_tied:g}: an episode alone is never tied; set buffer.unit = 'group'"
     if recipe.sampler.is_learnable and recipe.train.group_size < 2:
         yield "sampler.kind = 'learnable': a task is judged by how siblings differ; set train.group_size to 2 or more"
     if engine.count > 1 and recipe.is_inline:

@@ -187,9 +187,14 @@ class CallLimit:
     go before the first calls of other episodes, so that started episodes finish first."""
 
     def __init__(self, limit: int) -> None:
-        self.num_free = limit
+        self._limit = self.num_free = limit
         self._later: deque[asyncio.Future[None]] = deque()
         self._first: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def num_calls(self) -> int:
+        """That have a place or wait for one."""
+        return self._limit - self.num_free + len(self._later) + len(self._first)
 
     async def acquire(self, *, is_first: bool) -> None:
         """Waits for a place. Woken by `release`, which hands it over."""

@@ -33,7 +33,7 @@ from headrace.launch.inputs import (
     open_tasks,
     reward_functions,
 )
-from headrace.launch.placement import choose_device, choose_transport, device_of, receiving_devices
+from headrace.launch.placement import choose_device, choose_transport, device_of, receiving_devices, shares_device
 from headrace.lora import base_of, read_tensors
 from headrace.model import (
     ModelError,
@@ -49,7 +49,7 @@ from headrace.records import SAMPLED_ENTROPY
 from headrace.run import POLICY, Roles, make_canary
 from headrace.score import RewardScorer, TrainerState
 from headrace.settings import ConfigError, to_dict
-from headrace.staleness import correction_of
+from headrace.staleness import corrections_of
 from headrace.sync import MemoryTransport, WeightSync, check_host, transport_class
 from headrace.trainer import DeviceTrainer, FrozenModel, LocalTrainer, TrainSettings, learning_rate, match_parameters
 
@@ -131,7 +131,7 @@ def check_engine(recipe: Recipe) -> None:
 def check_columns(recipe: Recipe, given: UserInputs) -> None:
     """Raise unless loss and advantages get every column they need. A user's environment may add any column."""
     train = recipe.train
-    wanted = needed_columns(train.loss, correction_of(recipe))
+    wanted = needed_columns(train.loss, corrections_of(recipe))
     advantage = ADVANTAGES[train.advantage]
     if advantage.learns_values != (VALUES in wanted):
         setting = f"train.advantage = {train.advantage!r}: the loss {train.loss!r}"
@@ -272,5 +272,6 @@ def make_roles(
         tasks=open_sampler(recipe, given),
         canary=make_canary(encoder.encode(open_tasks(recipe, given).next().row["prompt"])),
         stop_ids=special_stops(recipe.sampling.stop, encoder.tokenizer),
+        shares_device=shares_device(recipe),
         **more,
     )

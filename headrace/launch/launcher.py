@@ -317,7 +317,7 @@ class Launcher:
         self.screen.say(
             f"resumed    version {checkpoint.version} of {self.recipe.steps} from {checkpoint.folder}: weights, optimizer, "
             f"{len(policy.buffer)} groups waiting, {len(policy.in_flight)} in flight with {policy.in_flight.num_partials} "
-            f"partial rollouts, task {session.roles.tasks.position}"
+            f"partial rollouts, task {session.roles.tasks.position}{policy.recovered.describe()}"
         )
         environment = session.roles.environment
         if len(policy.in_flight) and not self.given.is_single_turn(self.recipe) and not can_resume(environment):
@@ -365,6 +365,8 @@ class Launcher:
             with contextlib.suppress(OSError):  # a full disk; the checkpoint is already in the rescue folder
                 write_summary(self.folder, summary)
             session.observer.close()
+            if journal := session.policy.buffer.journal:
+                await asyncio.to_thread(journal.close, is_over=status == "finished")
         return summary
 
     async def _end_after_failure(self, session: Session) -> None:

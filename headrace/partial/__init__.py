@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         continues_over_updates,
         engines_take_turns,
         is_continuation,
-        is_over_age,
         is_resumable,
         pauses_unfinished,
         recorded_turn,

@@ -34,13 +34,6 @@ def continues_over_updates(recipe: Recipe) -> bool:
     return recipe.partial.pausing in (Interrupt.KEEP, Interrupt.RETRACT) and not is_idle
 
 
-def is_over_age(oldest: int, *, next_version: int, max_lag: int) -> bool:
-    """Whether a token of version `oldest` is too old for every batch to come. `next_version` is the first version for which no
-    batch has been taken. A group in flight is trained at that version or later, so its lag is at least `next_version - oldest`:
-    if over age, it is sure to be rejected (`staleness.reject`); otherwise it may still be trained."""
-    return next_version - oldest > max_lag
-
-
 def check_unfinished(recipe: Recipe) -> None:
     """Refuse a `[partial]` that would have no effect, or not the one it promises."""
     partial, staleness, takes_turns = recipe.partial, recipe.staleness, buffer_policy(recipe).takes_turns
@@ -61,14 +54,16 @@ def check_unfinished(recipe: Recipe) -> None:
         )
     if partial.cancels:
         setting = f"partial.cancel = '{partial.cancel}'"
-        if not staleness.reject:
-            raise ConfigError(f"{setting}: nothing is over age with staleness.reject = false; set it to true")
+        if not staleness.rejects:
+            raise ConfigError(
+                f"{setting}: nothing is over age with staleness.reject = '{staleness.reject}'; set it to 'oldest'"
+            )
         if recipe.exact:
             raise ConfigError(f"{setting}: what is cancelled depends on timing, which exact = true does not allow")
-        if is_in_submission_order(recipe) and staleness.gate:
+        if is_in_submission_order(recipe) and staleness.is_gated:
             raise ConfigError(
-                f"{setting}: trained in submission order behind the gate, no group grows older than staleness.max_lag = "
-                f"{staleness.max_lag}; set buffer.order = 'completion'"
+                f"{setting}: trained in submission order behind the gate, no group grows older than {staleness.bounded_by}; "
+                f"set buffer.order = 'completion'"
             )
         if takes_turns and partial.oversample == 1:
             raise ConfigError(f"{setting}: in a synchronous run nothing is in flight when a batch is trained; leave it 'never'")
@@ -76,8 +71,9 @@ def check_unfinished(recipe: Recipe) -> None:
         setting = f"partial.oversample = {partial.oversample:g}"
         if recipe.exact:
             raise ConfigError(f"{setting}: which groups are trained depends on timing, which exact = true does not allow")
-        if not staleness.gate and not takes_turns:
-            raise ConfigError(f"{setting}: with staleness.gate = false submission is not counted by batches; set gate = true")
+        if not staleness.is_gated and not takes_turns:
+            gate = f"staleness.gate = '{staleness.gate}'"
+            raise ConfigError(f"{setting}: with {gate} submission is not counted by batches; set it to 'depth'")
         if is_in_submission_order(recipe):
             raise ConfigError(f"{setting}: buffer.order = 'submission' waits for the slow groups; set it to 'completion'")
         if partial.pausing.waits_for_rollouts:
@@ -85,7 +81,7 @@ def check_unfinished(recipe: Recipe) -> None:
                 f"{setting}: partial.interrupt = '{partial.interrupt}' waits for the unfinished; set it to 'keep', 'retract', "
                 f"'abort' or, with [lora], 'lease'"
             )
-        if staleness.max_lag == 0 and staleness.reject and not partial.cancels:
+        if staleness.max_lag == 0 and staleness.rejects and not partial.cancels:
             raise ConfigError(
                 f"{setting}: what continues after a batch holds tokens of an older version, and staleness.max_lag = 0 rejects "
                 f"them; set max_lag to 1 with buffer.kind = 'synchronous', or give them up with partial.cancel = 'over_age'"

@@ -30,9 +30,8 @@ class Batch:
     """The name of a built-in loss, or `module:name` of a user's."""
     constants: dict[str, float] = field(default_factory=dict)
     """The loss's keyword arguments."""
-    correction: str = "none"
-    """How staleness is corrected; see `headrace.staleness`."""
-    correction_constants: dict[str, float] = field(default_factory=dict)
+    corrections: dict[str, dict[str, float]] = field(default_factory=dict)
+    """How staleness is corrected: the constants of each correction by its name; their weights multiply."""
     kl: str = "none"
     """Estimator of the KL to the reference model that is added to the loss: `k1`, `k2`, `k3` or `none`."""
     kl_weight: float = 0.0
@@ -46,7 +45,7 @@ class Batch:
     """The version trained from; the result is version + 1."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("loss", str), ("correction", str), ("kl", str), ("version", int)):
+        for name, kind in (("loss", str), ("corrections", dict), ("kl", str), ("version", int)):
             check_kind(getattr(self, name), kind, f"batch: {name}")
         values: dict[str, Any] = {"rollouts": tuple(self.rollouts)}
         for name in ("kl_weight", "entropy_weight", "entropy_floor", "reference_mix"):
@@ -57,8 +56,8 @@ class Batch:
             values[name] = float(value)
         if self.version < 0:
             raise ValueError(f"batch: version {self.version} must be ≥ 0")
-        for name in ("constants", "correction_constants"):
-            values[name] = {key: float(value) for key, value in getattr(self, name).items()}
+        values["constants"] = _numbers(self.constants)
+        values["corrections"] = {str(name): _numbers(constants) for name, constants in self.corrections.items()}
         shapes = [(len(rollout),) for rollout in self.rollouts]
         for name in ("advantages", "weights"):
             arrays = getattr(self, name)
@@ -88,6 +87,10 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(len(rollout) for rollout in self.rollouts)
+
+
+def _numbers(constants: dict[str, float]) -> dict[str, float]:
+    return {key: float(value) for key, value in constants.items()}
 
 
 def _split(column: Array, rollouts: Sequence[Rollout], name: str) -> tuple[Array, ...]:

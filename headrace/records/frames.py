@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from headrace.records.validate import Array
 
-SCHEMA = 4
+SCHEMA = 5
 """Rises when old frames can no longer be read."""
 PIECE = 8 << 20
 """Bytes that are checksummed, sent and read at once, some 10 ms of work."""

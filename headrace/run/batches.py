@@ -38,7 +38,7 @@ from headrace.algorithms import (
 )
 from headrace.records import Batch, FinishReason
 from headrace.settings import ConfigError
-from headrace.staleness import correction_constants, correction_of
+from headrace.staleness import corrections_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
@@ -111,7 +111,7 @@ def columns_first(groups: Sequence[Group], recipe: Recipe) -> list[str]:
     several steps will move the weights, all of the policy's own that a loss or correction uses; and over several epochs those
     of frozen models too, so that each is computed once."""
     train, made_from = recipe.train, ADVANTAGES[recipe.train.advantage].made_from
-    needed = needed_columns(train.loss, correction_of(recipe), train.kl_in_loss)
+    needed = needed_columns(train.loss, corrections_of(recipe), train.kl_in_loss)
     wanted = {
         made_from: bool(made_from),
         REFERENCE: train.kl_in_reward or train.kl_target > 0,
@@ -180,8 +180,7 @@ def make_batches(
     settings: dict[str, Any] = {
         "loss": train.loss,
         "constants": train.constants,
-        "correction": correction_of(recipe),
-        "correction_constants": correction_constants(recipe),
+        "corrections": corrections_of(recipe),
         "kl": train.kl_in_loss,
         "kl_weight": weights.kl if train.kl_in_loss != "none" else 0.0,
         "entropy_weight": weights.entropy,

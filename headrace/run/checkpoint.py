@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from headrace.durable import fingerprint, sync
 from headrace.records import frames, pack_episodes, pack_rollouts, unpack_episodes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
     from pathlib import Path
 
     from headrace.durable import Fingerprints
@@ -57,17 +57,19 @@ class Checkpoint:
     def version(self) -> int:
         return int(self.manifest["version"])
 
-    def buffered(self) -> list[Group]:
-        return [Group(**(entry | {"episodes": tuple(unpack_episodes(entry["episodes"]))})) for entry in self._read(BUFFER)]
+    def buffered(self) -> Iterator[Group]:
+        """One at a time: they may be more than fit into memory."""
+        for entry in self._read(BUFFER):
+            yield Group(**(entry | {"episodes": tuple(unpack_episodes(entry["episodes"]))}))
 
     def in_flight(self) -> list[dict[str, Any]]:
         """Entries of `InFlightTable`."""
-        return self._read(PARTIAL)
+        return list(self._read(PARTIAL))
 
-    def _read(self, name: str) -> list[dict[str, Any]]:
+    def _read(self, name: str) -> Iterator[dict[str, Any]]:
         with (self.folder / name).open("rb") as file:
             try:
-                return list(frames.read_frames(file))
+                yield from frames.read_frames(file)
             except frames.WireError as error:
                 raise CheckpointError(
                     f"{self.folder / name} cannot be read: {error}. Finish the run with the version of Headrace that wrote it, "
@@ -95,8 +97,7 @@ class CheckpointStore:
         """Ask for the weights now; the coroutine then writes `step-{version}` and removes the oldest beyond `keep`.
         `in_flight`: entries of `InFlightTable`. `beside`: the trainer goes on meanwhile, so that it cannot be asked for these
         weights again if the disk is full."""
-        groups = [{each.name: getattr(group, each.name) for each in fields(group)} for group in buffered]
-        contents = {BUFFER: groups, PARTIAL: list(in_flight)}
+        contents = {BUFFER: [group.saved() for group in buffered], PARTIAL: list(in_flight)}
         manifest = {"format": FORMAT, "version": version, **manifest}
 
         def write(parent: Path) -> Coroutine[Any, Any, Path]:
@@ -196,7 +197,10 @@ def _complete(
 
 def _write_frames(path: Path, entries: Iterable[dict[str, Any]]) -> list[int]:
     """A frame for each entry, of which one piece is in memory at a time; returns the file's fingerprint."""
-    packers: dict[str, Callable[[Any], Any]] = {"episodes": pack_episodes, "rollouts": lambda make: pack_rollouts(make())}
+    packers: dict[str, Callable[[Any], Any]] = {
+        "episodes": lambda given: pack_episodes(given() if callable(given) else given),
+        "rollouts": lambda make: pack_rollouts(make()),
+    }
     size = checksum = 0
     with path.open("wb") as file:
         for entry in entries:

@@ -9,16 +9,14 @@ If the environment says that it can resume, it gets what all its calls returned 
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from headrace.buffer import Group
-from headrace.partial import is_over_age, is_resumable, surviving_part
+from headrace.buffer import Group, Versions, num_sampled, task_fingerprint
+from headrace.partial import is_resumable, surviving_part
 from headrace.records import Scored, unpack_episodes, unpack_rollouts
-from headrace.staleness import too_old
 
 if TYPE_CHECKING:
     import asyncio
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
 
     from headrace.engine import Engine, InFlight
     from headrace.records import Episode, Rollout
+    from headrace.staleness import Rejection
     from headrace.sync import Lineage
     from headrace.tasks import Task
 
@@ -56,8 +55,16 @@ class GroupInFlight:
     """Its place in the policy's order of submission."""
     task: Task
     episodes: list[EpisodeInFlight] = field(default_factory=list)
+    """With `buffer.unit = "episode"`, without those that are in the buffer already."""
+    rewards: list[float] = field(default_factory=list)
+    """Unshaped, of the episodes that were scored and have left it."""
+    submitted_at: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
     """Removed from the table, though some of its episodes may still be finishing."""
+
+    @property
+    def task_fingerprint(self) -> int:
+        return task_fingerprint(self.task.row, self.task.source, self.task.index)
 
     @property
     def ended(self) -> list[Episode]:
@@ -71,9 +78,10 @@ class GroupInFlight:
 class InFlightTable:
     """The groups in flight of one policy by name, oldest first."""
 
-    def __init__(self, engine: Engine, *, keeps_turns: bool = False) -> None:
-        """`keeps_turns`: the environment can resume, so that all rollouts of an unfinished episode are kept."""
-        self._engine, self._keeps_turns = engine, keeps_turns
+    def __init__(self, engine: Engine, *, keeps_turns: bool = False, units: int = 1) -> None:
+        """`keeps_turns`: the environment can resume, so that all rollouts of an unfinished episode are kept. `units`: numbers
+        that a group has in the buffer."""
+        self._engine, self._keeps_turns, self._units = engine, keeps_turns, units
         self.groups: dict[str, GroupInFlight] = {}
         self._is_closed = False
 
@@ -90,12 +98,34 @@ class InFlightTable:
 
     @property
     def oldest(self) -> int | None:
-        """The number of the group that was submitted first."""
-        return next((group.number for group in self.groups.values()), None)
+        """The number, as the buffer counts, of what was submitted first."""
+        group = next(iter(self.groups.values()), None)
+        return None if group is None else self.number(group.episodes[0])
 
-    def add(self, group: GroupInFlight, *, size: int) -> None:
-        group.episodes = [EpisodeInFlight(group, index) for index in range(size)]
+    def number(self, record: EpisodeInFlight) -> int:
+        """The number under which an episode enters the buffer: its group's, or its own."""
+        return record.group.number * self._units + (record.index if self._units > 1 else 0)
+
+    @property
+    def num_units(self) -> int:
+        """What is in flight, as the buffer counts."""
+        return len(self.groups) if self._units == 1 else sum(len(group.episodes) for group in self.groups.values())
+
+    def add(self, group: GroupInFlight, *, size: int, indexes: Iterable[int] | None = None) -> None:
+        """`indexes`: only these episodes of it."""
+        group.episodes = [EpisodeInFlight(group, index) for index in (range(size) if indexes is None else indexes)]
         self.groups[group.name] = group
+
+    def leave(self, record: EpisodeInFlight) -> list[EpisodeInFlight]:
+        """What leaves the table now that this episode's outcome is known: itself, or its group if that is complete."""
+        group = record.group
+        if self._units > 1:
+            group.episodes.remove(record)
+        elif not group.is_complete:
+            return []
+        if self._units == 1 or not group.episodes:
+            del self.groups[group.name]
+        return [record] if self._units > 1 else group.episodes
 
     def cancel(self, name: str) -> GroupInFlight:
         """Remove a group and cancel its tasks, which cancels their generate calls."""
@@ -106,29 +136,35 @@ class InFlightTable:
                 record.running.cancel()
         return group
 
-    async def over_age(self, *, next_version: int, max_lag: int) -> dict[str, int]:
-        """Groups already too old for every later batch -> tokens sampled for them. A group is as old as its oldest trainable
-        token; tokens that an engine process has not reported yet do not count."""
-        sampled: dict[str, tuple[str, int | None, int]] = {}  # rollout -> (group, oldest version to be trained, tokens)
+    @property
+    def num_unfinished(self) -> int:
+        """Episodes whose environment still runs or is to be run."""
+        return sum(record.ended is None for record in self.episodes())
+
+    async def over_age(self, rejection: Rejection, *, next_version: int, held: int | None) -> dict[str, int]:
+        """Groups already too old for every later batch -> tokens sampled for them; tokens that an engine process has not
+        reported yet do not count. `held`: the version that samples the next token of a running generate call; None if each
+        keeps the version it began with."""
+        sampled: dict[str, tuple[str, Versions | None, int]] = {}  # rollout -> (group, of what may be trained, tokens)
         for record in self.episodes():
             ended = record.ended
             is_trained = ended is None or ended.outcome is None or isinstance(ended.outcome, Scored)
             for rollout in record.partials.values() if ended is None else ended.rollouts:
                 if rollout.num_sampled:
-                    oldest = rollout.oldest_version if is_trained else None
-                    sampled[rollout.id] = (record.group.name, oldest, rollout.num_sampled)
+                    sampled[rollout.id] = (record.group.name, Versions.of(rollout) if is_trained else None, rollout.num_sampled)
         for call in await self._engine.in_flight():
-            rollout = call.rollout
-            if call.oldest is not None and rollout.group in self.groups:
+            rollout, oldest = call.rollout, call.oldest
+            if oldest is not None and rollout.group in self.groups:
                 earlier = rollout.num_sampled if rollout.calls else 0
-                sampled[rollout.id] = (rollout.group, call.oldest, earlier + call.num_sampled)
-        tokens: Counter[str] = Counter()
-        doomed: set[str] = set()
-        for name, version, count in sampled.values():
+                versions = Versions(oldest, max(oldest, held or 0), oldest)
+                sampled[rollout.id] = (rollout.group, versions, earlier + call.num_sampled)
+        tokens, spans = Counter[str](), dict[str, Versions]()
+        for name, versions_or_none, count in sampled.values():
             tokens[name] += count
-            if version is not None and is_over_age(version, next_version=next_version, max_lag=max_lag):
-                doomed.add(name)
-        return {name: tokens[name] for name in self.groups if name in doomed}
+            if versions_or_none is not None:
+                spans[name] = versions_or_none.joined(spans.get(name))
+        is_doomed = {name: rejection.is_over_age(span, at=next_version) for name, span in spans.items()}
+        return {name: tokens[name] for name in self.groups if is_doomed.get(name)}
 
     # Legs and checkpoints
 
@@ -164,23 +200,25 @@ class InFlightTable:
                 by_episode[call.rollout.episode].append(call)
         return by_episode
 
-    def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, max_lag: int | None) -> int:
+    def restore(self, entries: list[dict[str, Any]], *, version: int, lineage: Lineage, rejection: Rejection) -> int:
         """Fill a checkpoint's groups, re-added under their old numbers, and return the tokens lost. A rollout is cut before its
-        first token from weights that this lineage does not descend from; what is too old for later batches is sampled again."""
+        first token from weights that this lineage does not descend from; what is too old for later batches is sampled again. Of
+        what is in flight no longer, because the journal has it, nothing is filled."""
         records, lost = {record.id: record for record in self.episodes()}, 0
         for entry in entries:
             for episode in unpack_episodes(entry["episodes"]):
                 alone = Group(number=entry["number"], episodes=(episode,))
-                if too_old(alone, version=version, max_lag=max_lag, lineage=lineage):
+                if rejection.reason(alone, version=version, lineage=lineage):
                     lost += num_sampled([episode])
-                else:
+                elif episode.id in records:
                     records[episode.id].ended = episode
             for saved in unpack_rollouts(entry["rollouts"]):
                 kept = surviving_part(saved, lineage)
-                if kept and max_lag is not None and is_over_age(kept.oldest_version, next_version=version, max_lag=max_lag):
+                versions = Versions.of(kept) if kept else None
+                if versions and rejection.is_over_age(versions, at=version):
                     kept = None
                 lost += saved.num_sampled - (kept.num_sampled if kept else 0)
-                if kept:
+                if kept and kept.episode in records:
                     records[kept.episode].partials[kept.id] = kept
         return lost
 
@@ -193,9 +231,3 @@ def _partials(interrupted: dict[str, Rollout], running: Sequence[InFlight]) -> d
 def _resumable(episodes: Sequence[tuple[dict[str, Rollout], Sequence[InFlight]]], *, keeps_turns: bool) -> list[Rollout]:
     every = [rollout for each in episodes for rollout in _partials(*each).values()]
     return [rollout for rollout in every if is_resumable(rollout) or (keeps_turns and rollout.num_sampled)]
-
-
-def num_sampled(episodes: Iterable[Episode]) -> int:
-    """Without the tokens that a fork shares with its parent, which counts them."""
-    rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
-    return sum(int(np.count_nonzero(each.is_sampled[each.parent[1] if each.parent else 0 :])) for each in rollouts)

@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from headrace.algorithms import unwanted
-from headrace.buffer import Group, buffer_capacity, make_buffer
+from headrace.buffer import Entry, Group, JournalError, buffer_capacity, make_buffer, num_sampled, open_journal, units_per_group
 from headrace.envs import can_resume
 from headrace.records import InfraAbort, Invalid, Scored
 from headrace.run.batches import (
@@ -21,16 +21,19 @@ from headrace.run.batches import (
     term_metrics,
     with_column,
 )
-from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable, num_sampled
+from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable
 from headrace.run.ledger import Ledger
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
-from headrace.staleness import make_gate, too_old
+from headrace.run.pace import Pace
+from headrace.run.recovered import RecoveredGroups
+from headrace.staleness import Rejection, groups_ahead, is_automatic, make_gate
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
+    from headrace.buffer import Place
     from headrace.config import Recipe
     from headrace.observe import Observer, Signal
     from headrace.records import Episode
@@ -78,14 +81,27 @@ class PolicyState:
         is_elsewhere = not self.trainer.is_inline
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer, in_thread=is_elsewhere)
         self.gate = make_gate(recipe)
-        self.in_flight = InFlightTable(roles.engine, keeps_turns=can_resume(roles.environment))
-        self.buffer = make_buffer(recipe, oldest_in_flight=lambda: self.in_flight.oldest)
+        self._shares_device = roles.shares_device
+        self.pace = Pace(recipe, shares_device=roles.shares_device) if is_automatic(recipe) else None
+        """Moves the gate's depth, with `staleness.max_lag = "auto"`."""
+        self._units = units_per_group(recipe)
+        self.in_flight = InFlightTable(roles.engine, keeps_turns=can_resume(roles.environment), units=self._units)
+        self.buffer = make_buffer(
+            recipe,
+            oldest_in_flight=lambda: self.in_flight.oldest,
+            num_in_flight=lambda: self.in_flight.num_units,
+            slots=self._gate_slots,
+            journal=open_journal(recipe, observer.folder, say=observer.screen.say),
+            on_room=room.set,
+        )
+        self.recovered = RecoveredGroups(self.buffer.journal)
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
-        self._max_in_flight = enough if self.gate.depth is None else None
+        self._max_in_flight = None if self.gate.bounds_in_flight else enough
         """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
         self.ledger = Ledger(self._count_open)
         self.submitted_groups = 0
-        self.dropped_groups = 0
+        self._num_dropped = 0
+        """Groups, or with `buffer.unit = "episode"` episodes, that will never be trained."""
         self._dropped_in_a_row = 0
         self.filtered: list[float] = []
         """Mean rewards of the groups that `[filter]` dropped since the last batch was taken."""
@@ -96,23 +112,38 @@ class PolicyState:
 
     def _count_open(self) -> tuple[int, int]:
         """Rollouts buffered, including those in training, and in flight."""
-        in_training = sum(len(group.episodes) for started in self.started for group in started.groups)
+        in_training = sum(group.num_episodes for started in self.started for group in started.groups)
         return self.buffer.num_episodes + in_training, sum(len(group.episodes) for group in self.in_flight.groups.values())
 
     @property
-    def _max_lag(self) -> int | None:
-        """Beyond which a group is rejected."""
-        return self.recipe.staleness.max_lag if self.recipe.staleness.reject else None
+    def rejection(self) -> Rejection:
+        """Which groups are too old."""
+        return Rejection.of(self.recipe)
+
+    @property
+    def dropped_groups(self) -> int:
+        """Groups that will never be trained. Episodes lost one by one are rounded up to groups, or a batch might stay short."""
+        return -(-self._num_dropped // self._units)
+
+    def _gate_slots(self) -> int | None:
+        """Groups that the gate lets be submitted and untrained at the moment, less `partial.oversample`'s; None: no gate."""
+        depth = self.gate.depth
+        return None if depth is None else groups_ahead(depth + 1, self.recipe.train.groups_per_batch)
 
     def use(self, recipe: Recipe) -> None:
         """Settings have changed. In exact mode the gate, which lets groups in ahead of training, is renewed for each leg. With
         a smaller lag it stays closed until enough of what is ahead has been trained or rejected."""
-        self.recipe, self.buffer.capacity = recipe, buffer_capacity(recipe)
+        self.recipe, self.buffer.capacity = recipe, buffer_capacity(recipe, slots=self._gate_slots)
         if not recipe.exact:
             self.renew_gate()
 
     def renew_gate(self) -> None:
-        self.gate = make_gate(self.recipe)
+        """By the recipe, or to the depth that the controller has chosen."""
+        if not is_automatic(self.recipe):
+            self.pace = None
+        elif self.pace is None:
+            self.pace = Pace(self.recipe, shares_device=self._shares_device)
+        self.gate = make_gate(self.recipe, depth=None if self.pace is None else self.pace.controller.depth)
         self._room.set()
 
     # Submitting
@@ -121,19 +152,30 @@ class PolicyState:
         """Whether gate and buffer admit another group."""
         if self.buffer.is_full or (self._max_in_flight is not None and len(self.in_flight) >= self._max_in_flight):
             return False
-        return self.gate.is_open(version=self.held_version, submitted=self.submitted_groups, dropped=self.dropped_groups)
+        unfinished = self.in_flight.num_unfinished if self.gate.counts_episodes else 0
+        counts = {"submitted": self.submitted_groups, "dropped": self.dropped_groups, "unfinished": unfinished}
+        return self.gate.is_open(version=self.held_version, **counts)
 
     def submit(self, task: Task) -> list[EpisodeInFlight]:
-        """Add a new group and return its episodes."""
+        """Add a new group and return its episodes, but those that the journal has."""
         group = self._add_group(self.submitted_groups, task)
         self.submitted_groups += 1
         self.ledger.submitted += len(group.episodes)
-        return group.episodes
+        self._take_recovered(group)
+        return [record for record in group.episodes if record.ended is None]
 
-    def _add_group(self, number: int, task: Task) -> GroupInFlight:
+    def _take_recovered(self, group: GroupInFlight) -> None:
+        """Collect what the journal has of a group, as if it had been generated and scored now."""
+        for place, episodes in self.recovered.take(group, number=self.in_flight.number):
+            records = {record.id: record for record in group.episodes}
+            for episode in episodes:
+                self.collect(records[episode.id], episode, place=place)
+            self.recovered.release(place)
+
+    def _add_group(self, number: int, task: Task, *, indexes: Iterable[int] | None = None) -> GroupInFlight:
         name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # seeds derive from it
         group = GroupInFlight(self.name, name, number, task)
-        self.in_flight.add(group, size=self.recipe.train.group_size)
+        self.in_flight.add(group, size=self.recipe.train.group_size, indexes=indexes)
         return group
 
     # Collecting
@@ -148,50 +190,72 @@ class PolicyState:
         record.attempt, record.ended = record.attempt + 1, None
         return True
 
-    def collect(self, record: EpisodeInFlight, episode: Episode) -> None:
-        """Record an episode's outcome. A complete group goes to the buffer, or is dropped if too few episodes were scored."""
+    def collect(self, record: EpisodeInFlight, episode: Episode, *, place: Place | None = None) -> None:
+        """Record an episode's outcome. What is complete goes to the buffer, or is dropped if too few episodes were scored: a
+        group or, with `buffer.unit = "episode"`, this episode. `place`: where the journal has it."""
         group, record.ended = record.group, episode
-        if not group.is_complete:
+        ended = [each.ended for each in self.in_flight.leave(record) if each.ended is not None]
+        if not ended:
             return
-        del self.in_flight.groups[group.name]
         self._room.set()
+        if self.pace is not None:
+            self.pace.completed(submitted_at=group.submitted_at)
+        reason = self._settle_unscored(ended)
+        scored = tuple(member for member in ended if isinstance(member.outcome, Scored))
+        complete = Group(self.in_flight.number(record), scored, group.task.source, group.task.index)
+        group.rewards += complete.unshaped_rewards
+        if group.name not in self.in_flight.groups:
+            self._tasks.report(group.number, group.task, group.rewards)
+        if len(scored) >= self.recipe.train.fewest_siblings:
+            unscored = tuple(member for member in ended if not isinstance(member.outcome, Scored))
+            entry = Entry(complete, group.task_fingerprint, unscored) if self.buffer.journal else None
+            self._put(complete, entry=entry, place=place)
+            return
+        self.ledger.settle("filtered", len(scored), reason="fewer than two siblings were scored" if scored else "")
+        self._drop(complete.number, num_sampled(ended))
+        self._filter()
+        self._dropped_in_a_row += 1
+        limit = max(64, 4 * self.recipe.train.groups_per_batch) * self._units
+        if self._dropped_in_a_row >= limit:
+            what = "groups" if self._units == 1 else "episodes"
+            raise NoProgress(f"{limit} {what} in a row could not be trained; the last because: {reason}")
+
+    def _settle_unscored(self, ended: list[Episode]) -> str:
+        """Count the episodes that have no score, and return why the last of them has none."""
         reason = ""
-        for member in group.ended:
+        for member in ended:
             if isinstance(member.outcome, Invalid | InfraAbort):
                 state, reason = "filtered" if isinstance(member.outcome, Invalid) else "failed", member.outcome.reason
                 log.warning("%s is %s: %s", member.id, state, reason)
                 self.ledger.settle(state, reason=reason, id=member.id)
-        scored = tuple(member for member in group.ended if isinstance(member.outcome, Scored))
-        scored_group = Group(group.number, scored, group.task.source, group.task.index)
-        self._tasks.report(group.number, group.task, scored_group.unshaped_rewards)
-        if len(scored) >= self.recipe.train.fewest_siblings:
-            self.buffer.put(scored_group)
-            self._filter()
-            return
-        self.ledger.settle("filtered", len(scored), reason="fewer than two siblings were scored" if scored else "")
-        self._drop(group.number, num_sampled(group.ended))
+        return reason
+
+    def _put(self, group: Group, *, entry: Entry | None, place: Place | None) -> None:
+        self.buffer.put(group, entry=entry, place=place)
+        for oldest in self.buffer.overwritten():
+            self._reject(oldest, "overwritten")
         self._filter()
-        self._dropped_in_a_row += 1
-        limit = max(64, 4 * self.recipe.train.groups_per_batch)
-        if self._dropped_in_a_row >= limit:
-            raise NoProgress(f"{limit} groups in a row could not be trained; the last because: {reason}")
 
     def _filter(self) -> None:
         """Drop what `[filter]` does not want of the groups that may leave now. `feed` submits others in their place. Only those
         are judged: in submission order, what is dropped then does not depend on which group is complete first."""
-        settings, batch = self.recipe.filter, self.recipe.train.groups_per_batch
+        settings, batch = self.recipe.filter, self.buffer.batch
         if not settings.is_on:
             return
         waiting, most = self.buffer.available(), (settings.max_draws - 1) * batch - len(self.filtered)
         for place, reason in unwanted([group.unshaped_rewards for group in waiting], settings, batch=batch, most=most).items():
             group = waiting[place]
             self.filtered.append(sum(group.unshaped_rewards) / len(group.unshaped_rewards))
-            self.ledger.settle("filtered", len(group.episodes), reason=reason)
-            self._drop(group.number, num_sampled(group.episodes))
+            self.ledger.settle("filtered", group.num_episodes, reason=reason)
+            self._drop(group.number, group.num_sampled)
 
-    def _drop(self, number: int, wasted_tokens: int) -> None:
+    def _reject(self, group: Group, reason: str) -> None:
+        self.ledger.settle("rejected", group.num_episodes, reason=reason)
+        self._drop(group.number, group.num_sampled)
+
+    def _drop(self, number: int, wasted_tokens: int, *, count: int = 1) -> None:
         self.buffer.drop(number)
-        self.dropped_groups += 1
+        self._num_dropped += count
         self.wasted_tokens += wasted_tokens
         self._room.set()
 
@@ -199,41 +263,45 @@ class PolicyState:
 
     def reject_stale(self, version: int) -> None:
         """Remove groups too old to train `version` from the buffer."""
-        for group in self.buffer.groups():
-            reason = too_old(group, version=version, max_lag=self._max_lag, lineage=self.lineage)
+        rejection = self.rejection
+        for group in self.buffer.suspects(older_than=rejection.older_than(version)):
+            reason = rejection.reason(group, version=version, lineage=self.lineage)
             if reason is not None:
-                self.ledger.settle("rejected", len(group.episodes), reason=reason)
-                self._drop(group.number, num_sampled(group.episodes))
+                self._reject(group, reason)
         self._filter()
 
     async def cancel_over_age(self, version: int) -> None:
         """With `partial.cancel`, after taking the batch of `version`: cancel groups too old for every later one."""
         if self.recipe.partial.cancels and version + 1 < self.recipe.steps:
-            max_lag = self.recipe.staleness.max_lag
-            for name, tokens in (await self.in_flight.over_age(next_version=version + 1, max_lag=max_lag)).items():
+            held = None if self.recipe.partial.leases else self.held_version
+            over_age = await self.in_flight.over_age(self.rejection, next_version=version + 1, held=held)
+            for name, tokens in over_age.items():
                 self.cancel(name, tokens)
 
     def cancel(self, name: str, tokens: int) -> None:
         """Cancel a group in flight for which `tokens` were sampled; another may be submitted in its place."""
         group = self.in_flight.cancel(name)
-        self._tasks.report(group.number, group.task, [])
+        self._tasks.report(group.number, group.task, group.rewards)
         self.ledger.settle("rejected", len(group.episodes), reason="lag, cancelled in flight")
-        self._drop(group.number, tokens)
+        self._drop(group.number, tokens, count=1 if self._units == 1 else len(group.episodes))
         self._filter()
 
     # Training
 
     async def start_batch(
         self, version: int, recipe: Recipe, *, on_taken: Callable[[StartedBatch], Awaitable[None]]
-    ) -> StartedBatch:
-        """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns. `recipe`: the
-        settings when it was due; `on_taken` is called before the trainer gets anything."""
+    ) -> StartedBatch | None:
+        """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns. None if a group
+        could not be read back from the disk. `recipe`: the settings when it was due; `on_taken` is called before the trainer
+        gets anything."""
         trainer = self.trainer
         started = StartedBatch(version, self.buffer.take(), steps_before=trainer.num_steps, filtered=self.filtered)
         self.filtered = []
         weights = next((ahead.following for ahead in reversed(self.started) if ahead.following), self.term_weights)
         self.started.append(started)
         self._room.set()
+        if not await self._load(started):
+            return None
         await on_taken(started)
         groups = started.groups
         for name in columns_first(groups, recipe):  # each step's forward pass computes the others
@@ -249,14 +317,38 @@ class PolicyState:
             started.publishing = trainer.publish(version + 1, canary=self.canary)
         return started
 
+    async def _load(self, started: StartedBatch) -> bool:
+        """Read what waited on disk. If some cannot be read, it counts as failed, and the others go back to where they were."""
+        taken = started.groups
+        if all(group.is_in_memory for group in taken):
+            return True
+        found = self.buffer.load(taken) if self.trainer.is_inline else await asyncio.to_thread(self.buffer.load, taken)
+        self.buffer.loaded(taken)
+        started.groups = [group for group in found if isinstance(group, Group)]
+        if len(started.groups) == len(taken):
+            return True
+        self.started.remove(started)
+        self.buffer.put_back(started.groups)
+        self.filtered = started.filtered + self.filtered
+        for group, problem in zip(taken, found, strict=True):
+            if isinstance(problem, JournalError):
+                log.warning("group %d is lost: %s", group.number, problem)
+                self.ledger.settle("failed", group.num_episodes, reason="its copy on disk, in the journal, is damaged")
+                self._drop(group.number, group.num_sampled)
+        return False
+
     def settle_trained(self, started: StartedBatch) -> None:
         """The next version is trained."""
         self.version += 1
         self.term_weights = started.following or self.term_weights
         self._dropped_in_a_row = 0
         self.started.remove(started)
-        self.ledger.settle("trained", sum(len(group.episodes) for group in started.groups))
+        self.ledger.settle("trained", sum(group.num_episodes for group in started.groups))
         self.ledger.check()
+        if self.pace is not None and self.pace.trained(
+            num_waiting=self.buffer.num_available // self._units, has_next=bool(self.started)
+        ):
+            self.renew_gate()
         self._tasks.hand_over()  # calls a user's sampler, which may raise
 
     def return_groups(self, failure: BaseException | None = None) -> None:
@@ -285,11 +377,17 @@ class PolicyState:
             "lineage": self.lineage.id,
             "ancestors": self.lineage.ancestors,
             "submitted_groups": self.submitted_groups,
-            "dropped_groups": self.dropped_groups,
+            "dropped_groups": self._num_dropped,
             "in_flight": [[group.number, *dataclasses.astuple(group.task)] for group in self.in_flight.groups.values()],
+            "siblings": {
+                str(group.number): [[record.index for record in group.episodes], group.rewards]
+                for group in self.in_flight.groups.values()
+                if len(group.episodes) < self.recipe.train.group_size
+            },
             "filtered": list(self.filtered),
             "ledger": self.ledger.state(),
             "term_weights": list(self.term_weights),
+            "lag_controller": None if self.pace is None else self.pace.controller.state(),
         }
 
     async def restore(self, checkpoint: Checkpoint) -> None:
@@ -298,16 +396,37 @@ class PolicyState:
         await self.trainer.load(checkpoint.folder)
         self.version = self.held_version = checkpoint.version
         self.term_weights = TermWeights(*manifest["term_weights"])
-        self.submitted_groups, self.dropped_groups = manifest["submitted_groups"], manifest["dropped_groups"]
-        for number, *task in manifest["in_flight"]:
-            self._add_group(number, Task(*task))
-        self.wasted_tokens += self.in_flight.restore(
-            checkpoint.in_flight(), version=self.version, lineage=self.lineage, max_lag=self._max_lag
-        )
-        for group in checkpoint.buffered():
-            self.buffer.put(group)
+        self.submitted_groups, self._num_dropped = manifest["submitted_groups"], manifest["dropped_groups"]
         self.filtered = manifest["filtered"]
         self.ledger.restore(manifest["ledger"])
+        await self.recovered.find()
+        for group in checkpoint.buffered():
+            self.buffer.put(group, place=self.recovered.place(group))
+        waiting = list[GroupInFlight]()
+        for number, *task in manifest["in_flight"]:
+            indexes, rewards = manifest.get("siblings", {}).get(str(number), (None, []))
+            waiting.append(self._add_group(number, Task(*task), indexes=indexes))
+            waiting[-1].rewards = rewards
+        self._keep_recovered()
+        for of_checkpoint in waiting:
+            self._take_recovered(of_checkpoint)
+        self.wasted_tokens += self.in_flight.restore(
+            checkpoint.in_flight(), version=self.version, lineage=self.lineage, rejection=self.rejection
+        )
+        if self.pace is not None and manifest.get("lag_controller"):
+            self.pace.controller.restore(manifest["lag_controller"])
+            self.renew_gate()
+
+    def _keep_recovered(self) -> None:
+        """Of what the journal has, keep what this run has still to submit or has in flight, and may train."""
+        due = {self.in_flight.number(record) for record in self.in_flight.episodes()}
+        first = self.submitted_groups * self._units
+
+        def is_wanted(group: Group) -> bool:
+            is_due = group.number >= first or group.number in due
+            return is_due and self.rejection.reason(group, version=self.version, lineage=self.lineage) is None
+
+        self.recovered.keep(is_wanted)
 
 
 def max_generate_calls(recipe: Recipe) -> int:

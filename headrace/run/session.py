@@ -15,7 +15,6 @@ from headrace.run.callbacks import Callbacks, CallbackState
 from headrace.run.changes import Change, changed, value_of
 from headrace.run.checkpoint import CheckpointError, random_state, restore_random_state
 from headrace.run.held_out import HeldOutEvaluations
-from headrace.run.in_flight import num_sampled
 from headrace.run.loops import leg, run_loops
 from headrace.run.metrics import Progress, rollout_rows, settled_shares, trainer_metrics
 from headrace.run.policy import POLICY
@@ -132,6 +131,10 @@ class Session:
     def _on_trained(self, policy: PolicyState, started: StartedBatch) -> None:
         before, self._counts = self._counts, policy.ledger.counts()
         started.settled = settled_shares(before, self._counts)
+        if policy.gate.depth is not None:
+            started.settled["staleness/depth"] = policy.gate.depth
+        if policy.pace is not None and (news := policy.pace.controller.news()):
+            self.observer.screen.say(f"max_lag    {news}")
         self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in started.seen)
         self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in started.seen))
         self._unwritten.append(started)
@@ -297,7 +300,7 @@ class Session:
         if engine_peak := self.roles.engine_peak():
             memory["engine"] = {"predicted": forecast and forecast.engine_process, "peak": engine_peak}
         before, after = progress.held_out_before or {}, progress.held_out_after
-        untrained = policy.wasted_tokens + sum(num_sampled(group.episodes) for group in policy.buffer.groups())
+        untrained = policy.wasted_tokens + sum(group.num_sampled for group in policy.buffer.groups())
         role, share_of_time = bound_by(budget)
         return {
             "status": status,
@@ -323,6 +326,11 @@ class Session:
                 "wasted": policy.wasted_tokens,
             },
             "lag": {"mean": progress.lag_sum / max(progress.trained_tokens, 1), "max": progress.lag_max},
+            "staleness": {
+                "max_lag": self.recipe.staleness.max_lag,
+                "depth": policy.gate.depth,
+                "why": "" if policy.pace is None else policy.pace.controller.why,
+            },
             "skipped_steps": progress.skipped_steps,
             "accounting": policy.ledger.counts(),
             "dropped_because": dict(policy.ledger.reasons),
@@ -345,8 +353,8 @@ class Session:
         manifest = checkpoint.manifest
         self.progress = Progress(**manifest["progress"])
         self.policy.wasted_tokens = self.progress.wasted_tokens
+        self.roles.tasks.restore(manifest["data"])  # before groups of the journal are reported to it
         await self.policy.restore(checkpoint)
-        self.roles.tasks.restore(manifest["data"])
         restore_random_state(manifest["random"])
         self._saved_version, self.checkpoint_folder = checkpoint.version, checkpoint.folder
         self._counts = self.policy.ledger.counts()
@@ -376,6 +384,7 @@ class Session:
             "random": random_state(),
             "changes": [asdict(change) for change in self.changes],
         }
+        mark = policy.buffer.journal.mark() if policy.buffer.journal else 0
         shown = contextlib.ExitStack()  # from before the trainer is asked: in the trace its part lies inside this
         shown.enter_context(self.observer.timeline("trainer").beside(f"checkpoint {policy.version}"))
         writing = asyncio.ensure_future(
@@ -388,11 +397,11 @@ class Session:
                 beside=beside,
             )
         )
-        self._saving = asyncio.ensure_future(self._finish_saving(policy.version, writing, shown))
+        self._saving = asyncio.ensure_future(self._finish_saving(policy.version, writing, shown, mark))
         self._saving.add_done_callback(lambda saving: saving.cancelled() or saving.exception())  # `saved` may never be called
         return True
 
-    async def _finish_saving(self, version: int, writing: asyncio.Task[Path], shown: contextlib.ExitStack) -> None:
+    async def _finish_saving(self, version: int, writing: asyncio.Task[Path], shown: contextlib.ExitStack, mark: int) -> None:
         with shown:
             await self._write_metrics()  # a resumed run has the metrics of every version up to its checkpoint
             try:
@@ -402,6 +411,9 @@ class Session:
                     self._saved_version = version  # a second attempt would fail too
                 raise
         self._saved_version = version
+        if journal := self.policy.buffer.journal:
+            await asyncio.to_thread(journal.forget, mark)
+            self.run.room.set()
         await self.call("on_checkpoint", self.checkpoint_folder, version=version)
 
     async def _saved_before(self) -> None:

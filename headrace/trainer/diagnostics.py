@@ -2,8 +2,9 @@
 
 `mismatch` is |Δ logprob| over rollouts sampled entirely by the version being trained: engine and trainer hold the same weights,
 so it measures numerics alone. `kl`, `chi2` and `ess` compare the policy with the versions that sampled the tokens: they measure
-staleness at its actual lag, with numerics on top. `routing_differs` is the share of recorded choices of experts, one per target
-and layer, that the live routers would have made differently.
+staleness at its actual lag, with numerics on top. `correction`, `correction_ess` and `masked` are of the product of all
+corrections. `routing_differs` is the share of recorded choices of experts, one per target and layer, that live routers would
+have made differently.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Diagnostics:
                 "ratio_squared": ratio.double().square(),
                 "kl": ratio - 1 - log_ratio,
                 "correction": objective.correction,
+                "correction_squared": objective.correction.double().square(),
                 "masked": is_masked,
                 "mismatch": mismatch,
                 "is_current": is_current,
@@ -77,7 +79,8 @@ class Diagnostics:
             self._totals[name] = self._totals.get(name, 0) + total.double()
 
     def metrics(self) -> Metrics:
-        """Return means over tokens, ESS = (Σρ)²/(n Σρ²), χ² = E[ρ²] − 1 and the spread of versions."""
+        """Return means over tokens, ESS = (Σρ)²/(n Σρ²), the same of the correction's weights, χ² = E[ρ²] − 1 and the spread of
+        versions."""
         if self._largest is None:
             loss = float(sum(self._sums.values()))
             return {"loss": loss, **dict.fromkeys(("tokens", "mismatch", "mismatch_max", "ess", "chi2", "version_spread"), 0.0)}
@@ -87,7 +90,7 @@ class Diagnostics:
         read = read[: len(self._sums)]
         num_differing, num_recorded = totals.pop("differing", 0.0), totals.pop("recorded", 0.0)
         sums, count = dict(zip(self._sums, read, strict=True)), self._num_tokens
-        squared = sums.pop("ratio_squared")
+        squared, correction_squared = sums.pop("ratio_squared"), sums.pop("correction_squared")
         mismatch = sums.pop("mismatch") / max(sums.pop("is_current"), 1)
         return {
             "loss": sums.pop("loss"),
@@ -97,6 +100,7 @@ class Diagnostics:
             "mismatch_max": mismatch_max,
             "ess": sums["ratio"] ** 2 / (count * squared) if squared else 0.0,
             "chi2": squared / count - 1,
+            "correction_ess": sums["correction"] ** 2 / (count * correction_squared) if correction_squared else 0.0,
             "version_spread": newest + minus_oldest,
             **({"routing_differs": num_differing / num_recorded} if num_recorded else {}),
             **totals,

@@ -19,7 +19,7 @@ from headrace.algorithms import (
     REFERENCE,
     VALUES,
     TokenTensors,
-    batch_correction,
+    batch_corrections,
     missing_column,
     needed_columns,
     objective,
@@ -74,7 +74,7 @@ class _Pass:
 
     packed: Packed
     counts: list[int]  # targets of each rollout
-    given: dict[str, Tensor]  # recorded logprobs, versions, is_current, advantages, weights, and a batch-wide correction
+    given: dict[str, Tensor]  # recorded logprobs, versions, is_current, advantages, weights, and batch-wide corrections by name
     columns: dict[str, Tensor]
 
 
@@ -113,7 +113,7 @@ class DeviceTrainer:
         for name in ("router_aux", "router_z"):
             if self._routers is None and getattr(settings, name):
                 raise ConfigError(f"train.{name} = {getattr(settings, name):g}: the model has no router to train; set it to 0")
-        self._values = make_value_head(model) if VALUES in needed_columns(settings.loss, "none", "none") else None
+        self._values = make_value_head(model) if VALUES in needed_columns(settings.loss) else None
         groups = match_parameters(settings.parameters, dict(learner.named_parameters()))
         for name, group in groups.items():
             learner.get_parameter(name).requires_grad_(not group.freeze)
@@ -171,8 +171,8 @@ class DeviceTrainer:
             "advantages": batch.advantages,
             "weights": batch.weights,
         }
-        if batch.correction in BATCH_WIDE and columns.get(PROXIMAL):
-            given["correction"] = batch_correction(batch, columns[PROXIMAL])
+        if columns.get(PROXIMAL):
+            given |= batch_corrections(batch, columns[PROXIMAL])
 
         def prepared(members: Sequence[int], packed: Packed) -> _Pass:
             def gathered(arrays: Mapping[str, Sequence[Array]]) -> dict[str, Tensor]:
@@ -251,8 +251,8 @@ class DeviceTrainer:
         columns: dict[str, Sequence[Array]] = {
             name: [rollout.columns[name] for rollout in batch.rollouts] for name in sorted(shared)
         }
-        wanted = {*needed_columns(batch.loss, batch.correction, batch.kl), *([ENTROPY] if batch.entropy_floor else [])}
-        if batch.correction not in BATCH_WIDE:
+        wanted = {*needed_columns(batch.loss, batch.corrections, batch.kl), *([ENTROPY] if batch.entropy_floor else [])}
+        if BATCH_WIDE.isdisjoint(batch.corrections):
             wanted.discard(PROXIMAL)
         for name in sorted(wanted - shared):
             if name not in COMPUTED:
@@ -311,7 +311,7 @@ class DeviceTrainer:
             logprobs=logprobs,
             recorded=given["recorded"],
             proximal=proximal,
-            old=ratio_base(batch.correction, recorded=given["recorded"], proximal=proximal),
+            old=ratio_base(batch.corrections, recorded=given["recorded"], proximal=proximal),
             advantages=given["advantages"],
             sequence=each.packed.sequence[span],
             num_sequences=len(each.counts),
@@ -321,7 +321,7 @@ class DeviceTrainer:
             entropy=entropies,
             values=values,
         )
-        asked = objective(tokens, given["weights"], batch, correction=given.get("correction"))
+        asked = objective(tokens, given["weights"], batch, batch_wide=given)
         seen.add(asked, tokens, is_current=given["is_current"])
         return asked.loss
 

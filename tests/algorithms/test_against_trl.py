@@ -122,7 +122,7 @@ def test_opsm_is_trls_off_policy_mask(limit: float) -> None:
     tokens = make_tokens(spread=0.3)
     theirs = trl_loss(tokens.logprobs, tokens.old, loss_type="dapo", off_policy_mask_threshold=limit)
     theirs.backward()
-    value, gradient = our_loss("grpo", CLIPS, "token", correction="opsm", correction_constants={"limit": limit})
+    value, gradient = our_loss("grpo", CLIPS, "token", corrections={"opsm": {"limit": limit}})
     torch.testing.assert_close(value, theirs.detach())
     torch.testing.assert_close(gradient, tokens.logprobs.grad)
     assert not torch.equal(gradient, our_loss("grpo", CLIPS, "token")[1])

@@ -12,9 +12,8 @@ import pytest
 import torch
 from per_token import COUNTS, VERSION, clipped_grpo, make_tokens, plain
 
-from headrace.algorithms import BATCH_WIDE, CORRECTIONS
-from headrace.algorithms.corrections import JUDGES_CURRENT
-from headrace.algorithms.token_objective import Objective, batch_correction, objective, ratio_base
+from headrace.algorithms import CORRECTIONS
+from headrace.algorithms.token_objective import Objective, batch_corrections, objective, ratio_base
 from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
 from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
 
@@ -31,8 +30,8 @@ def make_batch(**changes) -> Batch:
 @pytest.mark.parametrize("correction", ["none", "tis", "sequence_mis", "opsm"])
 @pytest.mark.parametrize("kl", ["none", "k2"])
 def test_an_objective_is_the_loop(correction: str, kl: str) -> None:
-    constants = {} if correction == "none" else {"limit": 0.02} if correction == "opsm" else CAPPED
-    batch = make_batch(correction=correction, correction_constants=constants, kl=kl, kl_weight=0.0 if kl == "none" else 0.3)
+    corrections = {} if correction == "none" else {correction: {"limit": 0.02} if correction == "opsm" else CAPPED}
+    batch = make_batch(corrections=corrections, kl=kl, kl_weight=0.0 if kl == "none" else 0.3)
     tokens = make_tokens(spread=0.2, is_base_proximal=correction in ("tis", "sequence_mis"))
     tokens.columns["reference"] = tokens.columns["teacher"]
     weights = torch.linspace(0.1, 1.0, len(tokens.recorded), dtype=torch.float64)
@@ -60,12 +59,50 @@ def test_an_objective_is_the_loop(correction: str, kl: str) -> None:
     assert ("reference_kl" in asked.seen) == (kl != "none")
 
 
+@pytest.mark.parametrize("weighting", ["", "tis", "geometric_mis"])
+@pytest.mark.parametrize("base", ["grpo", "decoupled_ppo"])
+def test_corrections_multiply(weighting: str, base: str) -> None:
+    """Each as its own formula says, token by token: `opsm` by the policy of the step, the others by that of the version."""
+    tokens = make_tokens(spread=0.2, is_base_proximal=bool(weighting))
+    m2po = torch.arange(len(tokens.recorded)).remainder(4).ne(1).double()
+    limits = {"opsm": {"limit": 0.02}, "trust_region": {"limit": 0.05}, "prefix": {}, "m2po": {"limit": 0.04}}
+    corrections = {**({weighting: CAPPED} if weighting else {}), **limits}
+    asked = objective(
+        tokens, torch.ones_like(tokens.recorded), make_batch(corrections=corrections, loss=base), batch_wide={"m2po": m2po}
+    )
+    items, rows, versions = plain(tokens), tokens.sequence.tolist(), tokens.versions.tolist()
+    found = []
+    for index, (token, row) in enumerate(zip(items, rows, strict=True)):
+        mine = [place for place, other in enumerate(rows) if other == row]
+        gone = sum(items[place].recorded - items[place].logprob for place in mine) / len(mine)
+        mean = math.exp(sum(items[place].proximal - items[place].recorded for place in mine) / len(mine))
+        weight = {
+            "": 1.0,
+            "tis": min(math.exp(token.proximal - token.recorded), 1.5),
+            "geometric_mis": mean if 0.6 <= mean <= 1.5 else 0.0,
+        }[weighting]
+        keeps = {
+            "opsm": not (gone > 0.02 and sum(items[place].advantage for place in mine) < 0),
+            "trust_region": (token.proximal - token.recorded) ** 2 <= 0.05,
+            "prefix": versions[index] == max(versions[place] for place in mine),
+            "m2po": index % 4 != 1,
+        }
+        for name, is_kept in keeps.items():
+            assert float(asked.seen[f"correction_{name}"][index]) == is_kept
+        found.append(keeps)
+        assert float(asked.correction[index]) == pytest.approx(weight * all(keeps.values()))
+    for name in limits:
+        assert {True, False} <= {keeps[name] for keeps in found}, f"{name} keeps some tokens, and not all"
+    alone = objective(make_tokens(spread=0.2, is_base_proximal=bool(weighting)), asked.correction, make_batch(loss=base))
+    assert float(asked.loss.detach()) == pytest.approx(float(alone.loss.detach()))
+
+
 @pytest.mark.parametrize("correction", ["tis", "sequence_mis", "opsm"])
 def test_a_critic_learns_from_every_token_whatever_the_correction(correction: str) -> None:
     """With `opsm` it would otherwise never see what did badly."""
     constants = {"limit": 0.02} if correction == "opsm" else CAPPED
     found = []
-    for corrected in ({}, {"correction": correction, "correction_constants": constants}):
+    for corrected in ({}, {"corrections": {correction: constants}}):
         tokens = make_tokens(spread=0.2)
         assert tokens.values is not None
         asked = objective(tokens, torch.ones_like(tokens.recorded), make_batch(loss="ppo", **corrected))
@@ -84,10 +121,12 @@ def test_a_kl_without_its_reference_is_refused() -> None:
 
 def test_ratios_are_taken_against_what_the_correction_leaves() -> None:
     recorded, proximal = torch.zeros(2), torch.ones(2)
-    for name in ("none", "opsm", "m2po"):
-        assert ratio_base(name, recorded=recorded, proximal=proximal) is recorded
-    for name in set(CORRECTIONS) - {"opsm", "m2po"}:
-        assert ratio_base(name, recorded=recorded, proximal=proximal) is proximal
+    masks = {"opsm", "m2po", "prefix", "trust_region"}
+    for names in ([], masks, *([name] for name in masks)):
+        assert ratio_base(names, recorded=recorded, proximal=proximal) is recorded
+    for name in set(CORRECTIONS) - masks:
+        for names in ([name], ["opsm", name], [name, "prefix"]):
+            assert ratio_base(names, recorded=recorded, proximal=proximal) is proximal
 
 
 # The whole batch at once
@@ -133,27 +172,18 @@ def as_batch(tokens: TokenTensors, **changes) -> tuple[Batch, list[np.ndarray]]:
     return make_batch(rollouts=rollouts, advantages=advantages, weights=advantages, **changes), proximal
 
 
-@pytest.mark.parametrize("name", [name for name in CORRECTIONS if name not in BATCH_WIDE | JUDGES_CURRENT])
-def test_over_the_whole_batch_a_correction_is_what_a_pass_computes(name: str) -> None:
-    tokens = make_tokens(spread=0.2)
-    batch, proximal = as_batch(tokens, correction=name, correction_constants=CAPPED)
-    whole = np.concatenate([w[r.loss_mask] for w, r in zip(batch_correction(batch, proximal), batch.rollouts, strict=True)])
-    of_pass = objective(tokens, torch.ones_like(tokens.recorded), batch).correction
-    np.testing.assert_allclose(whole, of_pass.numpy(), rtol=1e-4)
-
-
 def test_m2po_judges_every_token_of_the_batch_together() -> None:
     """In halves it would keep others: the only right way to ask is for all at once."""
     tokens = make_tokens(spread=0.3)
-    batch, proximal = as_batch(tokens, correction="m2po", correction_constants={"limit": 0.04})
-    made = batch_correction(batch, proximal)
+    batch, proximal = as_batch(tokens, corrections={"tis": CAPPED, "m2po": {"limit": 0.04}})
+    (made,) = batch_corrections(batch, proximal).values()
     assert all(not weights[~r.loss_mask].any() for weights, r in zip(made, batch.rollouts, strict=True))
     order = [4, 2, 0, 5, 3, 1]
     shuffled = dataclasses.replace(
         batch,
         **{name: tuple(getattr(batch, name)[i] for i in order) for name in ("rollouts", "advantages", "weights")},
     )
-    again = batch_correction(shuffled, [proximal[i] for i in order])
+    again = batch_corrections(shuffled, [proximal[i] for i in order])["m2po"]
     for place, index in enumerate(order):
         np.testing.assert_array_equal(again[place], made[index])
     squares = (tokens.proximal - tokens.recorded).square().numpy()
@@ -205,6 +235,7 @@ def test_diagnostics_are_the_loop_and_do_not_depend_on_packing() -> None:
         "mismatch_max": max(current),
         "entropy": sum(tokens.entropy.tolist()) / count,
         "correction": sum(correction.tolist()) / count,
+        "correction_ess": sum(correction.tolist()) ** 2 / (count * sum(value * value for value in correction.tolist())),
         "clipped": sum(index % 3 == 0 for index in range(count)) / count,
         "masked": sum(index % 5 == 0 or index % 3 == 0 for index in range(count)) / count,
         "version_spread": max(tokens.versions.tolist()) - min(tokens.versions.tolist()),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from vllm_server import MISSING, VARIABLES, vllm_python
 
-from headrace.bench import engine, partial, step, trainer, vllm
+from headrace.bench import engine, lag, partial, step, trainer, vllm
 from headrace.bench.command import BENCHES
 from headrace.bench.overlap import CASES
 from headrace.bench.partial import CHOICES
@@ -49,6 +49,14 @@ def test_learn(tmp_path) -> None:
     tried = ("gspo", "kimi", "ppo", "algorithm=dapo")
     rows = run_bench(tmp_path, "learn", "--losses", ",".join(tried))
     assert {f"{name}, seed {seed}: success after" for name in tried for seed in (0, 1)} <= rows.keys()
+
+
+@pytest.mark.long
+def test_lag(tmp_path) -> None:
+    rows = run_bench(tmp_path, "lag")
+    assert all(len(rows[f"{way}, lag {each}: area"]["curve"]) == 3 for way in lag.WAYS for each in (0, 2))
+    kl = "default, lag {}: KL to the policy that sampled"
+    assert rows[kl.format(0)]["value"] < 1e-9 < rows[kl.format(2)]["value"]
 
 
 @pytest.mark.long

@@ -164,7 +164,7 @@ def test_what_a_kind_cannot_do_is_refused(kind: RecomputingKind) -> None:
     with pytest.raises(ConfigError, match=rf"^engine.sleep = 'cache': engine.kind = '{KIND}' cannot sleep"):
         recipe_with(KIND, **{"engine.sleep": "cache", "staleness.max_lag": 0})
     with pytest.raises(ConfigError, match=rf"^engine.kind = '{KIND}': exact = true needs the embedded engine"):
-        recipe_with(KIND, exact=True)
+        recipe_with(KIND, **{"exact": True, "staleness.max_lag": 1})
     with pytest.raises(ConfigError, match=rf"^engine.record_routing = true: engine.kind = '{KIND}' does not record it"):
         recipe_with(KIND, **{"engine.record_routing": True})
     kind.payloads = frozenset()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.buffer import Group
+from headrace.buffer import Group, Versions
 from headrace.engine.request import append_call
-from headrace.partial import is_continuation, is_over_age, is_resumable, surviving_part
+from headrace.partial import is_continuation, is_resumable, surviving_part
 from headrace.records import Call, Episode, FinishReason, Rollout, Sampling
-from headrace.staleness import too_old
+from headrace.staleness import Rejection
 from headrace.sync import Lineage
 
 PROMPT = Rollout.from_prompt([5, 6, 7], id="g1/0", episode="g1/0", group="g1")
@@ -68,7 +68,7 @@ def test_what_the_checkpoints_versions_drew_is_this_lifes_too():
     assert kept is not None and len(kept) == 6 and kept.lineage == life.id
     further = drawn(kept, [4, 5], lineage=life.id)
     episode = Episode(id="g1/0", group="g1", task={}, rollouts=(further,))
-    assert further.lineage == life.id and too_old(Group(0, (episode,)), version=5, max_lag=2, lineage=life) is None
+    assert further.lineage == life.id and Rejection(max_lag=2).reason(Group(0, (episode,)), version=5, lineage=life) is None
 
 
 @pytest.mark.parametrize(("versions", "left"), [([3, 4, 5, 5], 2), ([4, 5], 1), ([5, 6], 0)])
@@ -93,11 +93,12 @@ def test_a_rollout_names_the_life_of_its_first_token():
     mixed = drawn(drawn(PROMPT, [4, 5]), [4, 5], lineage=life.id)
     assert mixed.lineage == "A"
     episode = Episode(id="g1/0", group="g1", task={}, rollouts=(mixed,))
-    assert too_old(Group(0, (episode,)), version=5, max_lag=9, lineage=life) == "lineage"
+    assert Rejection(max_lag=9).reason(Group(0, (episode,)), version=5, lineage=life) == "lineage"
     assert drawn(drawn(PROMPT, []), [4], lineage=life.id).lineage == life.id, "an empty call drew nothing"
 
 
 def test_over_age_is_what_no_batch_to_come_can_take():
-    assert not is_over_age(3, next_version=5, max_lag=2)
-    assert is_over_age(3, next_version=6, max_lag=2)
-    assert is_over_age(3, next_version=4, max_lag=0) and not is_over_age(3, next_version=3, max_lag=0)
+    sampled = Versions(first=3, newest=3, trained=3)
+    assert not Rejection(max_lag=2).is_over_age(sampled, at=5)
+    assert Rejection(max_lag=2).is_over_age(sampled, at=6)
+    assert Rejection(max_lag=0).is_over_age(sampled, at=4) and not Rejection(max_lag=0).is_over_age(sampled, at=3)

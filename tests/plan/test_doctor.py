@@ -417,7 +417,10 @@ def test_a_run_whose_process_died_can_be_gone_on_with(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "what"),
     [
-        ({"sync.transport": "cuda_ipc", "exact": True}, "sync.transport = 'cuda_ipc': the run is on the CPU"),
+        (
+            {"sync.transport": "cuda_ipc", "exact": True, "staleness.max_lag": 1},
+            "sync.transport = 'cuda_ipc': the run is on the CPU",
+        ),
         ({"sync.folder": "/no/such"}, "sync.folder = '/no/such': there is no such folder"),
         ({"sync.transport": "files", "sync.folder": "/no/such"}, "sync.folder = '/no/such': there is no such folder"),
         ({"sync.transport": "http", "sync.host": "not a host"}, "sync.host = 'not a host': cannot be listened on"),

@@ -124,7 +124,13 @@ def make_records() -> dict[str, object]:
         "Rollout": members[0],
         "Episode": Episode(id="e", group="g", task=task, rollouts=members, outcome=InfraAbort("worker died")),
         "Batch": Batch(
-            rollouts=members, advantages=ones, weights=ones, loss="grpo", constants={"c": 0.2}, correction="tis", version=6
+            rollouts=members,
+            advantages=ones,
+            weights=ones,
+            loss="grpo",
+            constants={"c": 0.2},
+            corrections={"tis": {}},
+            version=6,
         ),
         "WeightUpdate": WeightUpdate(
             policy="policy",

@@ -73,7 +73,7 @@ def test_rejected_rollouts_are_a_share_of_what_a_version_settled(tmp_path) -> No
         tmp_path / "run",
         steps=6,
         held_out=None,
-        staleness={"max_lag": 1, "gate": False},
+        staleness={"max_lag": 1, "gate": "none"},
         buffer={"kind": "stream"},
         engine={"slots": 64},
     )

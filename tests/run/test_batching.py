@@ -19,7 +19,8 @@ from headrace.records import Batch, Episode, FinishReason, Rollout, Scored
 from headrace.run.batches import TermWeights, adapt_weights, columns_first, make_batches, term_metrics, with_column
 from headrace.run.session import fewer_gc_pauses
 from headrace.settings import ConfigError
-from headrace.staleness import too_old
+from headrace.staleness import Rejection
+from headrace.staleness.reject import RULES
 from headrace.sync import Lineage
 
 
@@ -78,7 +79,7 @@ def test_a_batch_is_the_one_a_loop_makes(mean: str) -> None:
 
 
 def columns(batch: Batch) -> dict:
-    names = ("loss", "constants", "correction", "correction_constants", "kl", "kl_weight", "version")
+    names = ("loss", "constants", "corrections", "kl", "kl_weight", "version")
     fields = {name: getattr(batch, name) for name in names}
     arrays = {name: np.concatenate([np.zeros(0, np.float32), *getattr(batch, name)]) for name in ("advantages", "weights")}
     return fields | arrays
@@ -370,6 +371,8 @@ def of_entropy(tokens):
         ({"train.loss": "grpo"}, []),
         ({"train.loss": "decoupled_ppo"}, ["proximal"]),
         ({"staleness.correct": "tis"}, ["proximal"]),
+        ({"staleness.correct": ["opsm", "prefix"]}, []),
+        ({"staleness.correct": ["opsm", "trust_region"]}, ["proximal"]),
         ({"train.loss": "m2po"}, ["proximal"]),
         ({"train.kl": 0.1}, []),
         ({"train.loss": f"{__name__}:of_entropy"}, ["entropy"]),
@@ -398,32 +401,47 @@ def test_gspo_counts_every_rollout_the_same_unasked() -> None:
 
 def test_a_batch_says_what_the_recipe_corrects_with() -> None:
     made = answered(3, rewards=[1.0])
-    for given_settings, name, constants in [
-        ({}, "none", {}),
-        ({"staleness.correct": "geometric_mis", "staleness.cap": 1.1}, "geometric_mis", {"cap": 1.1, "floor": 0.5}),
-        ({"staleness.correct": "opsm"}, "opsm", {"limit": 1e-4}),
-        ({"train.loss": "m2po"}, "m2po", {"limit": 0.04}),
-        ({"train.loss": "m2po", "staleness.correct": "m2po", "staleness.limit": 0.1}, "m2po", {"limit": 0.1}),
+    own, usual = {"train.loss": "m2po"}, {"cap": 2.0, "floor": 0.5}
+    for given_settings, corrections in [
+        ({}, {}),
+        ({"staleness.correct": "geometric_mis", "staleness.cap": 1.1}, {"geometric_mis": {"cap": 1.1, "floor": 0.5}}),
+        ({"staleness.correct": "opsm"}, {"opsm": {"limit": 1e-4}}),
+        ({"staleness.correct": ["tis", "opsm"]}, {"tis": usual, "opsm": {"limit": 1e-4}}),
+        (
+            {"staleness.correct": ["prefix", "trust_region"], "staleness.limit": 0.1},
+            {"prefix": {}, "trust_region": {"limit": 0.1}},
+        ),
+        (own, {"m2po": {"limit": 0.04}}),
+        ({**own, "staleness.correct": "m2po", "staleness.limit": 0.1}, {"m2po": {"limit": 0.1}}),
+        (
+            {**own, "staleness.correct": ["opsm", "tis"], "staleness.limit": 0.1},
+            {"m2po": {"limit": 0.04}, "opsm": {"limit": 0.1}, "tis": usual},
+        ),
     ]:
         (batch,) = make_batches(made, make_recipe(given_settings), version=3)
-        assert (batch.correction, batch.correction_constants) == (name, constants)
+        assert batch.corrections == corrections
 
 
-@given(groups(), st.integers(0, 20), st.none() | st.integers(0, 6), st.sampled_from(["", "a1b2", "other"]))
+@given(groups(), st.integers(0, 20), st.integers(0, 6), st.sampled_from(["", "a1b2", "other"]), st.sampled_from(list(RULES)))
 @settings(parent=quick, max_examples=100)
-def test_a_group_is_too_old_if_one_of_its_tokens_is(made: list[Group], version: int, max_lag: int | None, life: str) -> None:
+def test_which_tokens_make_a_group_too_old(made: list[Group], version: int, max_lag: int, life: str, rule: str) -> None:
     lineage = Lineage(life)
     for group in made:
-        sampled = [
-            (rollout.lineage, token)
-            for episode in group.episodes
-            for rollout in episode.rollouts
-            for token in rollout.versions[rollout.is_sampled].tolist()
-        ]
+        rollouts = [rollout for episode in group.episodes for rollout in episode.rollouts]
+        sampled = [(rollout.lineage, token) for rollout in rollouts for token in rollout.versions[rollout.is_sampled].tolist()]
+        trained = [token for rollout in rollouts for token in rollout.versions[rollout.loss_mask].tolist()]
+        every = [token for _, token in sampled]
         is_dead = any(not lineage.contains(*each) for each in sampled)
-        is_late = max_lag is not None and any(version - token > max_lag for _, token in sampled)
-        reason = too_old(group, version=version, max_lag=max_lag, lineage=lineage)
-        assert (reason is not None) == (is_dead or is_late) and (reason != "lineage" or is_dead)
+        newest = max(every, default=0)
+        lag = {
+            "oldest": version - min(trained, default=newest),
+            "first": version - min(every, default=version),
+            "in_flight": newest - min(every, default=newest),
+            "never": 0,
+        }[rule]
+        reason = Rejection(RULES[rule], max_lag).reason(group, version=version, lineage=lineage)
+        assert (reason is not None) == (is_dead or (bool(every) and lag > max_lag))
+        assert (reason == "lineage") == is_dead
 
 
 def test_the_collector_is_left_as_it_was_found() -> None:

@@ -179,7 +179,7 @@ def test_in_exact_mode_a_resumed_run_equals_the_uninterrupted_one(
 
 @pytest.mark.long
 def test_in_exact_mode_a_stop_waits_for_the_checkpoint(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"exact": True, "checkpoint": {"every": 4}, "steps": 8}
+    how: dict[str, Any] = {"exact": True, "staleness": {"max_lag": 1}, "checkpoint": {"every": 4}, "steps": 8}
     result = small_run(tmp_path / "run", callbacks=[At(1, lambda state: state.stop())], **how)
     assert (result.summary["status"], result.summary["version"]) == ("stopped", 4)
     again = small_run(tmp_path / "run", **how)
@@ -260,7 +260,7 @@ def test_what_cannot_change_is_refused_with_what_can(key: str, value: object, pr
 
 @pytest.mark.parametrize(("key", "value"), [("sampling.temperature", 0.5), ("staleness.max_lag", 2)])
 def test_exact_runs_keep_what_rollouts_ahead_depend_on(key: str, value: float) -> None:
-    exact = make_recipe({"exact": True, "orchestrate": "inline", "device": "cpu"})
+    exact = make_recipe({"exact": True, "staleness.max_lag": 1, "orchestrate": "inline", "device": "cpu"})
     with pytest.raises(ConfigError, match="with exact = true it cannot change"):
         changed(exact, key, value, version=0)
 

@@ -52,4 +52,4 @@ def test_the_limit_is_the_users_and_the_difference_is_in_the_metrics(tmp_path, m
     assert 0.01 < seen.pop(3) < 10 and max(seen.values()) < 1e-4, "it is the one version that differs"
     spoil(monkeypatch, at=2, by=1.00001)
     with pytest.raises(CanaryError, match=r"version 2: .* more than 1e-07"):
-        small_run(tmp_path / "strict", held_out=None, sync={"canary_limit": 1e-7}, exact=True)
+        small_run(tmp_path / "strict", held_out=None, sync={"canary_limit": 1e-7}, exact=True, staleness={"max_lag": 1})

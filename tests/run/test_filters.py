@@ -27,7 +27,7 @@ def constant(**_: object) -> float:
         {"staleness": {"max_lag": 0}},
         {"staleness": {"max_lag": 2}, "buffer": {"order": "submission"}},
         pytest.param(
-            {"buffer": {"kind": "stream"}, "staleness": {"gate": False, "reject": False, "correct": "tis"}},
+            {"buffer": {"kind": "stream"}, "staleness": {"gate": "none", "reject": "never", "correct": "tis"}},
             marks=pytest.mark.long,
         ),
         pytest.param({"partial": {"oversample": 1.5}}, marks=pytest.mark.long),
@@ -93,7 +93,8 @@ def test_groups_that_are_too_hard_or_too_easy_are_dropped(tmp_path):
 
 
 def test_exact_a_resumed_run_with_filter_and_sampler_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch):
-    settings = {"exact": True, "steps": 6, "reward": sparse, "filter": {"max_tied": 0.25}, "sampler": {"kind": "learnable"}}
+    settings: dict = {"exact": True, "steps": 6, "staleness": {"max_lag": 1}}
+    settings |= {"reward": sparse, "filter": {"max_tied": 0.25}, "sampler": {"kind": "learnable"}}
     whole = small_run(tmp_path / "whole", **settings)
     run_and_kill(tmp_path / "killed", monkeypatch, at=5, **settings)
     resumed = small_run(tmp_path / "killed", **settings)

@@ -122,7 +122,7 @@ def test_training_goes_on_while_a_share_of_the_slots_evaluates_one_version_at_a_
 WAITS = [
     {"evaluate.beside": False},
     {"orchestrate": "inline"},
-    {"exact": True},
+    {"exact": True, "staleness.max_lag": 1},
     {"staleness.max_lag": 0, "engine.sleep": "cache"},
 ]
 

@@ -76,7 +76,7 @@ def test_what_does_not_go_with_an_adapter_is_refused() -> None:
     for wrong, message in (
         ({"train": {"kl": 0.1, "reference_every": 2}}, "train.reference_every = 2: with \\[lora\\]"),
         ({"train": {"parameters": [{"match": "*", "freeze": False}]}}, "train.parameters: with \\[lora\\]"),
-        ({"exact": True, "partial": {"interrupt": "lease"}}, "holds only the newest adapter"),
+        ({"exact": True, "staleness": {"max_lag": 1}, "partial": {"interrupt": "lease"}}, "holds only the newest adapter"),
         ({"lora": {"rank": 0}, "partial": {"interrupt": "lease"}}, "partial.interrupt = 'lease'.*set lora.rank"),
     ):
         with pytest.raises(ConfigError, match=message):

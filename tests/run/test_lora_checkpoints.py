@@ -78,6 +78,7 @@ def test_it_is_evaluated_after_the_cache_was_emptied_and_the_run_moved(trained: 
 
 def test_exact_a_resumed_lora_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**LORA, "exact": True, "steps": 5, "checkpoint": {"every": 2}, "sft": {"steps": 2, "batch": 8}}
+    settings |= {"staleness": {"max_lag": 1}}
     small_run(tmp_path / "whole", **settings)
     run_and_kill(tmp_path / "killed", monkeypatch, at=3, **settings)
     empty_cache()

@@ -54,7 +54,7 @@ def test_without_gate_and_rejection_submission_stops_at_the_buffers_bytes(order:
             "steps": STEPS,
             "sampling": {"max_tokens": 2 * TOKENS},
             "engine": {"slots": 8},
-            "staleness": {"gate": False, "reject": False},
+            "staleness": {"gate": "none", "reject": "never"},
             "buffer": {"max_gb": MAX_GB, "order": order},
             "train": {"batch": BATCH, "group_size": GROUP},
             "sync": {"canary_limit": 1e9},  # a stub has no logprobs

@@ -100,8 +100,8 @@ def test_lag_is_what_max_lag_promises(tmp_path, max_lag):
         {"buffer": {"kind": "synchronous"}},
         {"buffer": {"kind": "one_ahead"}},
         {"buffer": {"kind": "bounded", "depth": 2}, "staleness": {"max_lag": 2}},
-        {"buffer": {"kind": "stream"}, "staleness": {"max_lag": 2, "gate": False}},
-        {"buffer": {"kind": "stream"}, "staleness": {"gate": False, "reject": False, "correct": "tis"}},
+        {"buffer": {"kind": "stream"}, "staleness": {"max_lag": 2, "gate": "none"}},
+        {"buffer": {"kind": "stream"}, "staleness": {"gate": "none", "reject": "never", "correct": "tis"}},
         {"buffer": {"order": "submission"}, "staleness": {"correct": "mis"}},
         {"partial": {"interrupt": "drain"}},
         {"partial": {"interrupt": "abort"}},
@@ -169,7 +169,7 @@ def test_exact_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypa
 def test_exact_resumes_bitwise_with_every_optimizer_and_groups_of_parameters(tmp_path, monkeypatch, optimizer):
     train = {"optimizer": optimizer, "schedule": "wsd", "decay_steps": 2, "eps": 1e-6}
     train["parameters"] = [{"match": "*.embed_tokens.*", "freeze": True}, {"match": "*.mlp.*", "learning_rate": 0.5}]
-    settings = {"exact": True, "steps": 4, "checkpoint": {"every": 2}, "train": train}
+    settings = {"exact": True, "steps": 4, "checkpoint": {"every": 2}, "train": train, "staleness": {"max_lag": 1}}
     whole = small_run(tmp_path / "whole", **settings)
     run_and_kill(tmp_path / "killed", monkeypatch, at=3, **settings)
     resumed = small_run(tmp_path / "killed", **settings)
@@ -299,7 +299,7 @@ def test_without_a_gate_what_is_in_flight_is_still_bounded(tmp_path, monkeypatch
         return works
 
     monkeypatch.setattr(PolicyState, "submit", counting)
-    staleness = {"gate": False, "max_lag": 2}
+    staleness = {"gate": "none", "max_lag": 2}
     result = small_run(tmp_path / "run", steps=12, buffer={"kind": "stream"}, staleness=staleness)
     assert result.summary["status"] == "finished" and max(most) <= 4 and result.summary["lag"]["max"] <= 2
 

@@ -31,6 +31,7 @@ from headrace.records import (
 from headrace.run.in_flight import GroupInFlight, InFlightTable
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.run.state import Run
+from headrace.staleness import Rejection
 from headrace.staleness.gate import gate_depth
 from headrace.tasks import Task
 from headrace.trainer.local import LocalTrainer
@@ -168,15 +169,15 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
 
     table = InFlightTable(Engine())  # type: ignore[arg-type]
     for number, name in enumerate(("young", "grown", "unknown", "scored", "invalid", "unscored", "failed", "resumed", "empty")):
-        table.add(GroupInFlight("policy", name, number, Task({})), size=2)
+        table.add(GroupInFlight("policy", name, number, Task({})), indexes=range(2))
     outcomes = {"scored/0": Scored(1.0), "scored/1": Invalid("no answer"), "invalid/0": Invalid("no answer")}
     for id, outcome in {**outcomes, "unscored/0": None, "failed/0": InfraAbort("")}.items():
         table.groups[id[:-2]].episodes[int(id[-1])].ended = episode(id, 3, outcome)
     resumed = answer(0, version=3).replace(id="resumed/0", group="resumed")
     table.groups["resumed"].episodes[0].partials["resumed/0"] = resumed
-    found = asyncio.run(table.over_age(next_version=6, max_lag=2))
+    found = asyncio.run(table.over_age(Rejection(max_lag=2), next_version=6, held=5))
     assert found == {"grown": 7, "scored": 20, "unscored": 10, "resumed": 10}, "what will not be trained is lost too"
-    assert asyncio.run(table.over_age(next_version=5, max_lag=2)) == {}
+    assert asyncio.run(table.over_age(Rejection(max_lag=2), next_version=5, held=5)) == {}
 
 
 # More than a batch needs

@@ -16,7 +16,9 @@ from strategies import quick
 from headrace.algorithms.corrections import BATCH_WIDE, CORRECTIONS, MASKS, CorrectedTokens, importance_weights
 from headrace.buffer import Group, GroupBuffer
 from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Source
-from headrace.staleness import Gate, too_old
+from headrace.staleness import Rejection
+from headrace.staleness.gate import DepthGate, NoGate
+from headrace.staleness.reject import RULES
 from headrace.sync import Lineage
 
 # The gate
@@ -30,7 +32,7 @@ class Simulation:
     the version at submission is the oldest any of them can have.
     """
 
-    gate: Gate
+    gate: DepthGate | NoGate
     batch: int
     steps: int
     in_order: bool
@@ -67,8 +69,11 @@ class Simulation:
                 self.version += 1
 
 
-def simulate(*, depth: int | None, batch: int, steps: int, seed: int, in_order: bool = True, drops: float = 0.0) -> Simulation:
-    gate = Gate(depth=depth, groups_per_batch=batch, steps=steps)
+def simulate(
+    *, depth: float | None, batch: int, steps: int, seed: int, in_order: bool = True, drops: float = 0.0
+) -> Simulation:
+    sizes = {"groups_per_batch": batch, "steps": steps}
+    gate = NoGate(**sizes) if depth is None else DepthGate(depth=depth, **sizes)
     simulation = Simulation(gate, batch, steps, in_order, drops, random.Random(seed))
     simulation.run()
     return simulation
@@ -99,7 +104,7 @@ def test_the_simulation_would_see_a_gate_that_is_too_wide() -> None:
 
 
 def test_the_gate_by_hand() -> None:
-    gate = Gate(depth=1, groups_per_batch=4, steps=3)
+    gate = DepthGate(depth=1, groups_per_batch=4, steps=3)
     assert gate.is_open(version=0, submitted=7, dropped=0)
     assert not gate.is_open(version=0, submitted=8, dropped=0)
     assert gate.is_open(version=0, submitted=8, dropped=1)
@@ -109,13 +114,13 @@ def test_the_gate_by_hand() -> None:
 
 
 def test_depth_0_generates_and_trains_in_turn() -> None:
-    gate = Gate(depth=0, groups_per_batch=4, steps=10)
+    gate = DepthGate(depth=0, groups_per_batch=4, steps=10)
     assert [gate.is_open(version=3, submitted=count, dropped=0) for count in (15, 16)] == [True, False]
     assert set(simulate(depth=0, batch=3, steps=6, seed=0).lags) == {0}
 
 
 def test_no_depth_is_bounded_by_the_end_of_the_run_alone() -> None:
-    gate = Gate(depth=None, groups_per_batch=4, steps=10)
+    gate = NoGate(groups_per_batch=4, steps=10)
     assert gate.is_open(version=0, submitted=39, dropped=0)
     assert not gate.is_open(version=0, submitted=40, dropped=0)
 
@@ -124,7 +129,7 @@ def test_no_depth_is_bounded_by_the_end_of_the_run_alone() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_extra_groups_are_a_number_and_never_add_up(depth: int, seed: int) -> None:
     """However many batches go by and whichever groups are slow, (1 + d)·B + E are submitted and untrained at most."""
-    gate, chance = Gate(depth=depth, groups_per_batch=4, steps=40, extra=3), random.Random(seed)
+    gate, chance = DepthGate(depth=depth, groups_per_batch=4, steps=40, extra=3), random.Random(seed)
     submitted = dropped = version = done = most = 0
     while version < 40:
         while gate.is_open(version=version, submitted=submitted, dropped=dropped):
@@ -173,6 +178,11 @@ def make_rollout(versions: list[int], lineage: str) -> Rollout:
 LIFE = Lineage(id="a")
 
 
+def refusal(group: Group, *, version: int, max_lag: int | None, lineage: Lineage = LIFE, rule: str = "oldest") -> str | None:
+    rejection = Rejection(RULES["never"]) if max_lag is None else Rejection(RULES[rule], max_lag)
+    return rejection.reason(group, version=version, lineage=lineage)
+
+
 @pytest.mark.parametrize(
     ("versions", "max_lag", "reason"),
     [
@@ -190,9 +200,9 @@ LIFE = Lineage(id="a")
 )
 def test_one_token_too_old_refuses_the_group(versions: list, max_lag: int | None, reason: str | None) -> None:
     episode = make_episode(*versions)
-    assert too_old(Group(0, (episode,)), version=10, max_lag=max_lag, lineage=LIFE) == reason
+    assert refusal(Group(0, (episode,)), version=10, max_lag=max_lag, lineage=LIFE) == reason
     fresh = make_episode([10])
-    assert too_old(Group(0, (fresh, episode, fresh)), version=10, max_lag=max_lag, lineage=LIFE) == reason
+    assert refusal(Group(0, (fresh, episode, fresh)), version=10, max_lag=max_lag, lineage=LIFE) == reason
 
 
 def test_dead_weights_are_refused_whatever_their_age() -> None:
@@ -204,11 +214,11 @@ def test_dead_weights_are_refused_whatever_their_age() -> None:
         make_episode([9], lineage="c"),
     )
     for max_lag in (None, 5):
-        assert too_old(Group(0, (old,)), version=9, max_lag=max_lag, lineage=restarted) is None
-        assert too_old(Group(0, (dead,)), version=9, max_lag=max_lag, lineage=restarted) == "lineage"
-        assert too_old(Group(0, (new,)), version=9, max_lag=max_lag, lineage=restarted) is None
-        assert too_old(Group(0, (alien,)), version=9, max_lag=max_lag, lineage=restarted) == "lineage"
-    assert too_old(Group(0, (old,)), version=12, max_lag=4, lineage=restarted) == "lag"
+        assert refusal(Group(0, (old,)), version=9, max_lag=max_lag, lineage=restarted) is None
+        assert refusal(Group(0, (dead,)), version=9, max_lag=max_lag, lineage=restarted) == "lineage"
+        assert refusal(Group(0, (new,)), version=9, max_lag=max_lag, lineage=restarted) is None
+        assert refusal(Group(0, (alien,)), version=9, max_lag=max_lag, lineage=restarted) == "lineage"
+    assert refusal(Group(0, (old,)), version=12, max_lag=4, lineage=restarted) == "lag"
 
 
 def test_what_is_history_after_several_restarts() -> None:
@@ -237,22 +247,39 @@ def weigh(name: str, log_ratio: torch.Tensor, *, rows: list[int] | None = None, 
     advantages = given_constants.pop("advantages", torch.full_like(log_ratio, -1.0))
     sequence = torch.zeros(len(log_ratio), dtype=torch.long) if rows is None else torch.tensor(rows, dtype=torch.long)
     num = max(rows or [0]) + 2  # one more rollout, of which nothing is trained
-    tokens = {"log_ratio": log_ratio, "sequence": sequence, "num_sequences": num, "advantages": advantages}
+    versions = given_constants.pop("versions", torch.zeros(len(log_ratio), dtype=torch.int32))
+    tokens = {
+        "log_ratio": log_ratio,
+        "sequence": sequence,
+        "num_sequences": num,
+        "advantages": advantages,
+        "versions": versions,
+    }
     return importance_weights(name, CorrectedTokens(**tokens, **given_constants))
 
 
 def naive(
-    name: str, values: list[float], rows: list[int], advantages: list[float], cap: float, floor: float, limit: float
+    name: str,
+    values: list[float],
+    rows: list[int],
+    advantages: list[float],
+    versions: list[int],
+    cap: float,
+    floor: float,
+    limit: float,
 ) -> list[float | None]:
     """Token by token; None where the value is a hair's breadth from an edge and either side is right."""
     if name == "m2po":
         return naive_second_moment(values, limit)
+    if name == "trust_region":
+        return [None if abs(value * value - limit) < 1e-9 and limit else float(value * value <= limit) for value in values]
+    if name == "prefix":
+        of_rollout = [[other for other, place in zip(versions, rows, strict=True) if place == row] for row in rows]
+        return [float(version == max(mine)) for version, mine in zip(versions, of_rollout, strict=True)]
+    name = "mis" if name == "icepop" else name
     results: list[float | None] = []
     for value, row in zip(values, rows, strict=True):
         mine = [other for other, place in zip(values, rows, strict=True) if place == row]
-        if name == "none":
-            results.append(1.0)
-            continue
         if name == "opsm":
             of_rollout = [a for a, place in zip(advantages, rows, strict=True) if place == row]
             gone = -sum(mine) / len(mine)
@@ -284,7 +311,7 @@ def naive_second_moment(values: list[float], limit: float) -> list[float | None]
     return [float(bool(kept) and value * value <= kept[0]) for value in values]
 
 
-@pytest.mark.parametrize("name", ["none", *CORRECTIONS])
+@pytest.mark.parametrize("name", list(CORRECTIONS))
 @given(values=log_ratios, cap=CAPS, floor=FLOORS, limit=LIMITS, data=st.data())
 @quick
 def test_weights_are_the_formula(
@@ -292,16 +319,18 @@ def test_weights_are_the_formula(
 ) -> None:
     rows = data.draw(st.lists(st.integers(0, 2), min_size=len(values), max_size=len(values)))
     advantages = data.draw(st.lists(st.sampled_from([-1.0, -0.25, 0.5, 2.0]), min_size=len(values), max_size=len(values)))
+    versions = data.draw(st.lists(st.integers(0, 3), min_size=len(values), max_size=len(values)))
     made = weigh(
         name,
         torch.tensor(values, dtype=torch.float64),
         rows=rows,
+        versions=torch.tensor(versions, dtype=torch.int32),
         advantages=torch.tensor(advantages, dtype=torch.float64),
         cap=cap,
         floor=floor,
         limit=limit,
     )
-    expected = naive(name, values, rows, advantages, cap, floor, limit)
+    expected = naive(name, values, rows, advantages, versions, cap, floor, limit)
     wanted = [float(got) if value is None else value for got, value in zip(made, expected, strict=True)]
     torch.testing.assert_close(made, torch.tensor(wanted, dtype=torch.float64))
 
@@ -310,7 +339,6 @@ def test_by_hand() -> None:
     values = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0]).log()
     torch.testing.assert_close(weigh("tis", values), torch.tensor([0.25, 0.5, 1, 2, 2]))
     torch.testing.assert_close(weigh("mis", values, cap=2.001, floor=0.499), torch.tensor([0, 0.5, 1, 2, 0]))
-    torch.testing.assert_close(weigh("none", values), torch.ones(5))
     one = torch.zeros(1)
     assert weigh("mis", one, cap=1.0, floor=1.0).tolist() == [1.0]  # the edges are inside
     pair = torch.tensor([2.0, 0.25, 4.0]).log()
@@ -334,6 +362,17 @@ def test_m2po_leaves_out_the_farthest_tokens_of_the_whole_batch() -> None:
     assert weigh("m2po", torch.zeros(0)).tolist() == []
 
 
+def test_prefix_leaves_out_what_older_weights_began() -> None:
+    """Rows 0 and 1 take turns in the pass; row 2 was sampled by one version, which others have left behind."""
+    rows, versions = [0, 1, 0, 1, 0, 2, 2], torch.tensor([3, 5, 3, 5, 4, 1, 1])
+    assert weigh("prefix", torch.zeros(7), rows=rows, versions=versions).tolist() == [0, 1, 0, 1, 1, 1, 1]
+
+
+def test_the_trust_region_is_on_the_squared_log_ratio() -> None:
+    values = torch.tensor([0.0, 0.19, -0.19, 0.21, -0.21])
+    assert weigh("trust_region", values, limit=0.04).tolist() == [1, 1, 1, 0, 0]
+
+
 @given(log_ratios, LIMITS, st.randoms(use_true_random=False))
 @quick
 def test_m2po_does_not_depend_on_order(values: list[float], limit: float, random: random.Random) -> None:
@@ -345,12 +384,12 @@ def test_m2po_does_not_depend_on_order(values: list[float], limit: float, random
     assert not len(kept) or kept.mean() <= limit + 1e-12
 
 
-@pytest.mark.parametrize("name", ["none", *CORRECTIONS])
+@pytest.mark.parametrize("name", list(CORRECTIONS))
 def test_weights_are_finite_however_far_apart_the_policies_are(name: str) -> None:
     values = torch.tensor([-1e4, -100, 100, 1e4])
     made = weigh(name, values, rows=[0, 1, 2, 3], cap=2.0, floor=0.5)
     assert torch.isfinite(made).all() and (made >= 0).all()
-    if name in ("mis", "m2po"):
+    if name in ("mis", "icepop", "m2po", "trust_region"):
         assert made.tolist() == [0, 0, 0, 0]
 
 

@@ -110,9 +110,9 @@ SAMPLINGS = {
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("correction", ["none", "tis"])
 def test_gradient_is_that_of_a_naive_loop(tiny_model: str, sampling: str, correction: str) -> None:
-    constants = {} if correction == "none" else {"cap": 2.0, "floor": 0.5}
+    corrections = {} if correction == "none" else {"tis": {"cap": 2.0, "floor": 0.5}}
     items = rollouts(tiny_model, sampling=SAMPLINGS[sampling])
-    batch = make_batch(items, correction=correction, correction_constants=constants)
+    batch = make_batch(items, corrections=corrections)
     trainer = make_trainer(tiny_model)
     nudge(trainer.model)
     seen = trainer.forward_backward(batch)
@@ -157,19 +157,18 @@ def test_gradient_does_not_depend_on_packing_or_order(tiny_model: str, exact: bo
 
 
 @pytest.mark.parametrize(
-    ("loss", "correction", "constants"),
+    ("loss", "corrections"),
     [
-        ("gspo", "sequence_mis", {"cap": 2.0, "floor": 0.5}),
-        ("m2po", "m2po", {"limit": 0.001}),
-        ("decoupled_ppo", "opsm", {"limit": 1e-4}),
+        ("gspo", {"sequence_mis": {"cap": 2.0, "floor": 0.5}}),
+        ("m2po", {"m2po": {"limit": 0.001}}),
+        ("decoupled_ppo", {"opsm": {"limit": 1e-4}}),
+        ("grpo", {"tis": {"cap": 1.1}, "opsm": {"limit": 1e-4}, "m2po": {"limit": 0.001}, "prefix": {}}),
     ],
 )
 def test_what_looks_at_whole_rollouts_or_batches_does_not_depend_on_packing(
-    tiny_model: str, loss: str, correction: str, constants: dict[str, float]
+    tiny_model: str, loss: str, corrections: dict[str, dict[str, float]]
 ) -> None:
-    batch = make_batch(
-        rollouts(tiny_model), loss=loss, constants={}, correction=correction, correction_constants=constants, version=1
-    )
+    batch = make_batch(rollouts(tiny_model), loss=loss, constants={}, corrections=corrections, version=1)
     found = []
     for budget in (16384, 16, 64):
         trainer = make_trainer(tiny_model, micro_batch_tokens=budget)
@@ -180,7 +179,7 @@ def test_what_looks_at_whole_rollouts_or_batches_does_not_depend_on_packing(
     assert 0 < first["masked"] < 1 and float(reference.norm()) > 1e-4
     for gradient, seen in found[1:]:
         assert float((gradient - reference).norm() / reference.norm()) < 1e-4
-        for name in ("loss", "masked", "correction", "chi2", "ess", "version_spread", "entropy"):
+        for name in ("loss", "masked", "correction", "correction_ess", "chi2", "ess", "version_spread", "entropy"):
             assert seen[name] == pytest.approx(first[name], abs=1e-5), name
 
 
@@ -190,7 +189,7 @@ def test_an_entropy_bonus_and_a_floor_have_the_gradient_of_a_naive_loop(tiny_mod
     if path == "recomputed":
         monkeypatch.setattr("headrace.model.fused_head._CHUNK_ELEMENTS", {"cpu": 1})
     items = rollouts(tiny_model, 6, sampling=SAMPLINGS["cut" if path == "cut" else "temperature"])
-    asked = {"correction": "tis", "correction_constants": {"cap": 2.0, "floor": 0.5}, "entropy_weight": 0.7}
+    asked = {"corrections": {"tis": {"cap": 2.0, "floor": 0.5}}, "entropy_weight": 0.7}
     trainer = make_trainer(tiny_model, micro_batch_tokens=64)
     nudge(trainer.model)
     entropies = trainer.forward(make_batch(items), column=ENTROPY)
@@ -267,7 +266,7 @@ def test_proximal_column_is_what_ratios_are_taken_against(tiny_model: str) -> No
     items = rollouts(tiny_model)
     trainer = make_trainer(tiny_model, learning_rate=1e-2)
     nudge(trainer.model)
-    batch = make_batch(items, correction="tis", correction_constants={"cap": 2.0, "floor": 0.5})
+    batch = make_batch(items, corrections={"tis": {"cap": 2.0, "floor": 0.5}})
     proximal = trainer.forward(batch)
     for item, values in zip(items, proximal, strict=True):
         assert not values[~item.loss_mask].any() and (values[item.loss_mask] < 0).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -206,7 +207,7 @@ def server_arguments(
         arguments["--gpu-memory-utilization"] = share
     if recipe.lora.is_on:
         # In one batch: those in flight, and the new one, whose canary would otherwise wait until all calls of another end.
-        versions = min(recipe.staleness.max_lag + 2, _MOST_VERSIONS) if recipe.partial.leases else 1
+        versions = min(math.ceil(recipe.max_lag) + 2, _MOST_VERSIONS) if recipe.partial.leases else 1
         arguments |= {"--max-lora-rank": server_rank(recipe), "--max-loras": versions, "--max-cpu-loras": versions + 1}
     words = [word for name, value in arguments.items() for word in (name, str(value))] + ["--no-trust-remote-code"]
     words += ["--disable-uvicorn-access-log"]  # a line per call would fill the disk in a long run

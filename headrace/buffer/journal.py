@@ -1,0 +1,188 @@
+"""A journal of scored groups on disk (`buffer.journal_gb`): they outlive a killed launcher, and may wait there instead of in
+memory.
+
+Every group that enters the buffer is also appended to the journal, by a thread. Entries are kept until a checkpoint covers
+them, and longer while a group waits there alone. A killed process loses what its thread had not yet handed to the operating
+system; segments are synced to the disk when they are closed, so a machine that loses its power may lose the last ones. Nothing
+but time is lost with them: what is missing is generated again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace.buffer.segments import Head, Segments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from headrace.buffer.groups import Group
+    from headrace.buffer.segments import Place
+    from headrace.records import Episode, Plain
+
+
+class Entry(NamedTuple):
+    """What is written of a group."""
+
+    group: Group
+    task: int
+    """Fingerprint of its task."""
+    unscored: tuple[Episode, ...] = ()
+    """Episodes of the group that have no score, so that they are counted once more when the group is taken from here."""
+
+    @property
+    def episodes(self) -> list[Episode]:
+        return [*self.group.episodes, *self.unscored]
+
+
+class Journal:
+    """The event loop's side of `Segments`. `in_thread`: write in a thread, so that `write` costs almost nothing."""
+
+    def __init__(self, folder: Path, *, max_bytes: int, in_thread: bool, say: Callable[[str], None]) -> None:
+        self._segments, self._folder, self._say = Segments(folder, max_bytes=max_bytes), folder, say
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal") if in_thread else None
+        self._queue: list[Entry] = []
+        self._is_writing = self._is_open = self._is_broken = self._has_said_full = False
+        self.is_full = False
+        """The last entry did not fit."""
+        self.on_written: Callable[[int, Place | None], None] = lambda _number, _place: None
+        """Called in the event loop with the number of each group and its place; None if it was not written."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self._segments.num_bytes
+
+    # Writing
+
+    def write(self, entry: Entry) -> None:
+        """Append a group, soon; `on_written` is called then."""
+        if not self._is_open:  # nothing here belongs to this run
+            self._segments.clear()
+            self._is_open = True
+        if self._is_broken:
+            self.on_written(entry.group.number, None)
+            return
+        self._queue.append(entry)
+        if self._thread is None:
+            queue, self._queue = self._queue, []
+            self._finish(self._append(queue))
+        elif not self._is_writing:
+            self._start()
+
+    def _start(self) -> None:
+        """Hand all that is queued to the thread; `_finish` comes back here while more is queued."""
+        assert self._thread is not None
+        queue, self._queue, self._is_writing = self._queue, [], True
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            written = self._append(queue)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._finish, written)
+
+        self._thread.submit(work)
+
+    def _append(self, queue: Sequence[Entry]) -> list[tuple[int, Place | OSError | None]]:
+        written: list[tuple[int, Place | OSError | None]] = []
+        for entry in queue:
+            head = Head(entry.group.number, entry.task, versions_of(entry.group))
+            try:
+                written.append((entry.group.number, self._segments.append(head, entry.episodes)))
+            except OSError as error:
+                written += [(each.group.number, error) for each in queue[len(written) :]]
+                break
+        return written
+
+    def _finish(self, written: list[tuple[int, Place | OSError | None]]) -> None:
+        self._is_writing = False
+        for number, place in written:
+            if isinstance(place, OSError):
+                self._give_up(place)
+                place = None
+            else:
+                self._note_full(place is None)
+            self.on_written(number, place)
+            if place is not None:
+                self.unpin(place)
+        if self._queue and self._thread is not None:
+            self._start()
+
+    def _give_up(self, error: OSError) -> None:
+        if not self._is_broken:
+            self._is_broken = True
+            self._say(
+                f"journal    cannot be written: {error}. The run goes on without it, and loses nothing unless it is killed"
+            )
+
+    def _note_full(self, is_full: bool) -> None:
+        self.is_full = is_full
+        if is_full and not self._has_said_full:
+            self._has_said_full = True
+            self._say(
+                f"journal    full: {self.num_bytes / 1e9:.3g} GB since the last checkpoint. Nothing is submitted while a batch "
+                f"waits; save more often (checkpoint.every) or raise buffer.journal_gb. Said once"
+            )
+
+    def close(self, *, is_over: bool) -> None:
+        """Write what is queued; delete the files if the run `is_over`."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        if not self._is_broken:
+            self._append(self._queue)
+        self._queue = []
+        if is_over:
+            self._segments.clear()
+        else:
+            self._segments.close()
+
+    # Reading
+
+    def recover(self) -> dict[int, tuple[Head, Place]]:
+        """The entries that an earlier process left, by number. What cannot be read is counted and said."""
+        self._is_open = True
+        entries, num_bytes_lost, ignored = self._segments.scan()
+        if num_bytes_lost:
+            self._say(
+                f"journal    {num_bytes_lost:,} bytes in {self._folder} are damaged or follow damaged ones; the {len(entries)} "
+                f"groups before are intact, and the others are generated again"
+            )
+        if ignored:
+            self._say(f"journal    ignored in {self._folder}: {', '.join(ignored[:4])}{' …' * (len(ignored) > 4)}")
+        return entries
+
+    def read(self, place: Place) -> list[Episode]:
+        """The episodes of an entry, unscored ones too; raises `JournalError` if it is damaged."""
+        return self._segments.read(place)
+
+    # Deleting
+
+    def pin(self, place: Place) -> bool:
+        """Keep an entry whatever checkpoints say, until it is unpinned; False if it is gone already."""
+        return self._segments.pin(place.segment)
+
+    def unpin(self, place: Place) -> None:
+        self._segments.unpin(place.segment)
+
+    def mark(self) -> int:
+        """When a checkpoint is taken: what is written from now on is not in it."""
+        return self._segments.roll()
+
+    def forget(self, mark: int) -> None:
+        """The checkpoint of `mark` is on disk."""
+        self._segments.forget(mark)
+        self.is_full = False
+
+
+def versions_of(group: Group) -> dict[str, list[int]]:
+    """Its versions as an entry has them."""
+    return {lineage: list(versions) for lineage, versions in group.versions.items()}
+
+
+def task_fingerprint(row: dict[str, Plain], source: str, index: int) -> int:
+    """Two tasks with the same one are the same."""
+    return zlib.crc32(json.dumps([source, index, row], sort_keys=True, default=repr).encode())
