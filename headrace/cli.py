@@ -125,9 +125,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     envs.set_defaults(run=_envs)
 
+    _add_presets(commands)
     _add_serve(commands)
     add_bench_command(commands)
     return parser
+
+
+def _add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    presets = commands.add_parser(
+        "presets",
+        help="list the libraries that a recipe can be set to work like, or show the settings of one",
+        description="List the presets, one line each; `preset = NAME` in a recipe makes a run work as that library does.",
+    )
+    presets.set_defaults(run=_presets, name=None)
+    actions = presets.add_subparsers(dest="action", metavar="show")
+    show = actions.add_parser("show", help="print each setting of a preset, its reason, and what differs from the library")
+    show.add_argument("name", metavar="NAME", help="as in the list")
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -241,6 +254,13 @@ def _envs(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from headrace.envs import list_adapters
 
     print("\n".join(list_adapters()))
+    return 0
+
+
+def _presets(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    from headrace.config import list_presets, show_preset
+
+    print(list_presets() if options.name is None else show_preset(options.name))
     return 0
 
 

@@ -4,6 +4,8 @@ python tools/pictures.py architecture docs/architecture.svg
 python tools/pictures.py timeline RUN/trace.json docs/timeline.svg --versions 4
 python tools/pictures.py in_flight docs/in_flight.svg        simulates an hour first, as `headrace bench controller` does
 python tools/pictures.py learning OUT.json docs/learning.svg        of `headrace bench trl --json OUT.json`
+python tools/pictures.py lag OUT.json docs/lag.svg                  of `headrace bench lag --json OUT.json`
+python tools/pictures.py presets OUT.json docs/presets.svg          of `headrace bench presets --json OUT.json`
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ text { font: 13px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill:
 .c0 { fill: #0969da } .c1 { fill: #1a7f37 } .c2 { fill: #bf8700 } .c3 { fill: #8250df }
 .c4 { fill: #cf222e } .c5 { fill: #1b7c83 } .c6 { fill: #e16f24 } .c7 { fill: #768390 }
 .line { fill: none; stroke-width: 2 } .l0 { stroke: #0969da } .l1 { stroke: #bf8700; stroke-dasharray: 6 4 }
+.l2 { stroke: #1a7f37 } .l3 { stroke: #8250df } .l4 { stroke: #cf222e } .l5 { stroke: #1b7c83 } .l6 { stroke: #e16f24 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .small { fill: #9198a1 } .box, .track { fill: #151b23; stroke: #3d444d } .process { stroke: #656c76 }
   .arrow { stroke: #9198a1 } #head path { fill: #9198a1 } .mark { stroke: #656c76 } .track { stroke: none }
   .c0 { fill: #4493f8 } .c1 { fill: #3fb950 } .c2 { fill: #d29922 } .c3 { fill: #ab7df8 }
   .c4 { fill: #f85149 } .c5 { fill: #39c5cf } .c6 { fill: #f0883e } .c7 { fill: #9198a1 }
-  .l0 { stroke: #4493f8 } .l1 { stroke: #d29922 }
+  .l0 { stroke: #4493f8 } .l1 { stroke: #d29922 } .l2 { stroke: #3fb950 } .l3 { stroke: #ab7df8 }
+  .l4 { stroke: #f85149 } .l5 { stroke: #39c5cf } .l6 { stroke: #f0883e }
 }
 """
 HEAD = (
@@ -151,6 +155,53 @@ def learning(bench: Path) -> str:
     return _chart(lines, "Mean reward of each batch over seconds of training", x=(last, "{:.0f} s", 1), unit="{:.2f}", most=1)
 
 
+def lag(bench: Path) -> str:
+    """The area under the reward curve of each loss of `headrace bench lag`, by lag; lags are equally far apart."""
+    areas: dict[str, dict[int, float]] = {}
+    for row in json.loads(bench.read_text())["rows"]:
+        way, _, rest = row["name"].partition(", lag ")
+        if rest.endswith(": area"):
+            areas.setdefault(way, {})[int(rest.removesuffix(": area"))] = row["value"]
+    lags = sorted({each for of_way in areas.values() for each in of_way})
+    lines = {way: [[(float(lags.index(each)), area) for each, area in of_way.items()]] for way, of_way in areas.items()}
+    ticks = {float(place): f"lag {each}" for place, each in enumerate(lags)}
+    title = "Mean reward over all versions of a run, by the lag of every token"
+    return _chart(lines, title, x=(len(lags) - 1, "{:g}", 1), unit="{:.2f}", most=1, ticks=ticks)
+
+
+def presets(bench: Path) -> str:
+    """Share of the bound against mean lag, a dot for each preset and a panel for each load of `headrace bench presets`."""
+    rows = {row["name"]: {"default": row["value"], **row["peers"]} for row in json.loads(bench.read_text())["rows"]}
+    loads = [name.partition(": ")[0] for name in rows if name.endswith(": share of the bound")]
+    names = list(rows[f"{loads[0]}: share of the bound"])
+    most = max(lag for load in loads for lag in rows[f"{load}: mean lag"].values())
+    left, top, width, height, gap = 50, 40, 280, 240, 30
+    parts = []
+    for place, load in enumerate(loads):
+        x, shares, lags = left + place * (width + gap), rows[f"{load}: share of the bound"], rows[f"{load}: mean lag"]
+        parts += [f'<rect class="track" x="{x}" y="{top}" width="{width}" height="{height}"/>', _text(x, 26, load, "title")]
+        for part in range(5):
+            y = top + height - 0.95 * height * part / 4
+            parts.append(f'<path class="mark" d="M{x} {y:.0f}h{width}"/>')
+            parts.append("" if place else _text(12, y + 4, f"{part / 4:.0%}", "small"))
+        for lag in range(int(most) + 1):
+            parts.append(_text(x + 10 + (width - 30) * lag / most - 3, top + height + 18, str(lag), "small"))
+        for number, name in reversed(list(enumerate(names))):  # ours on top
+            at, y = x + 10 + (width - 30) * lags[name] / most, top + height - 0.95 * height * min(shares[name], 1.0)
+            parts.append(
+                f'<circle class="{"c4" if number == 0 else "c0"}" cx="{at:.1f}" cy="{y:.1f}" r="{4.5 - (number > 0)}"/>'
+            )
+            parts.append(_text(at + 5, y - 4 + 11 * (number % 2), str(number) if number else "default", "small"))
+    at, bottom = left, top + height + 42
+    parts.append(_text(left, bottom, "share of the bound (up) against mean lag in versions (right)", "small"))
+    for number, name in enumerate(names[1:], start=1):
+        if at + 28 + 7 * len(name) > left + len(loads) * (width + gap):
+            at, bottom = left, bottom + 18
+        parts.append(_text(at, bottom + 20, f"{number} {name}", "small"))
+        at += 34 + 7 * len(name)
+    return _svg(left + len(loads) * (width + gap), bottom + 34, parts, "Every preset: share of the bound against mean lag")
+
+
 def _chart(
     lines: dict[str, list[list[tuple[float, float]]]],
     title: str,
@@ -158,8 +209,10 @@ def _chart(
     x: tuple[float, str, float],
     unit: str,
     most: float = 0.0,
+    ticks: dict[float, str] | None = None,
 ) -> str:
-    """Lines by name. `x`: its end, and how to write a number of it divided by the last; `most`: the top, found if 0."""
+    """Lines by name. `x`: its end, and how to write a number of it divided by the last; `most`: the top, found if 0; `ticks`:
+    what is written at which x, seven numbers if None."""
     left, top, width, height = 60, 40, 800, 220
     end, label, divisor = x
     highest = max(value for of_name in lines.values() for line in of_name for _, value in line)
@@ -168,14 +221,15 @@ def _chart(
     for part in range(5):
         y = top + height - height * part / 4
         parts += [f'<path class="mark" d="M{left} {y:.0f}h{width}"/>', _text(10, y + 4, unit.format(most * part / 4), "small")]
-    for part in range(7):
-        parts.append(_text(left + width * part / 6 - 14, top + height + 18, label.format(end * part / 6 / divisor), "small"))
+    for at, text in (ticks or {end * part / 6: label.format(end * part / 6 / divisor) for part in range(7)}).items():
+        parts.append(_text(left + width * at / end - 14, top + height + 18, text, "small"))
+    apart = min(300, width // len(lines))
     for place, (name, of_name) in enumerate(lines.items()):
         for line in of_name:
             points = [f"{left + width * at / end:.1f} {top + height - height * value / most:.1f}" for at, value in line]
             parts.append(f'<path class="line l{place}" d="M{" L".join(points)}"/>')
-        parts.append(f'<path class="line l{place}" d="M{left + 300 * place} 22h24"/>')
-        parts.append(_text(left + 300 * place + 32, 26, name, "small"))
+        parts.append(f'<path class="line l{place}" d="M{left + apart * place} 22h24"/>')
+        parts.append(_text(left + apart * place + 32, 26, name, "small"))
     return _svg(left + width + 30, top + height + 30, parts, title)
 
 
@@ -191,14 +245,14 @@ def _svg(width: int, height: int, parts: list[str], title: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=("architecture", "timeline", "in_flight", "learning"))
+    parser.add_argument("picture", choices=("architecture", "timeline", "in_flight", "learning", "lag", "presets"))
     parser.add_argument("files", nargs="+", type=Path, help="the SVG to write, after the file it is drawn from if there is one")
     parser.add_argument("--versions", type=int, default=4, help="how many versions a timeline shows")
     options = parser.parse_args()
     if options.picture == "timeline":
         picture = timeline(options.files[0], versions=options.versions)
-    elif options.picture == "learning":
-        picture = learning(options.files[0])
+    elif options.picture in ("learning", "lag", "presets"):
+        picture = {"learning": learning, "lag": lag, "presets": presets}[options.picture](options.files[0])
     else:
         picture = architecture() if options.picture == "architecture" else in_flight()
     options.files[-1].write_text(picture)

@@ -246,7 +246,7 @@ class GroupBuffer:
 
     def take(self) -> list[Group]:
         """Remove and return a batch; only while `ready` is set."""
-        assert self._num_available() >= self.batch
+        assert self.num_available >= self.batch
         taken = [self._remove(number) for number in self._next(self.batch)]
         self._update()
         return taken
@@ -296,7 +296,7 @@ class GroupBuffer:
 
     def available(self) -> list[Group]:
         """The groups that may leave now, in the order in which they will."""
-        return [self._groups[number] for number in self._next(self._num_available())]
+        return [self._groups[number] for number in self._next(self.num_available)]
 
     def suspects(self, *, older_than: int | None) -> list[Group]:
         """The groups that may be too old: those put since this was last called, and those with a token of a version before
@@ -333,7 +333,8 @@ class GroupBuffer:
         self.num_episodes -= group.num_episodes
         return group
 
-    def _num_available(self) -> int:
+    @property
+    def num_available(self) -> int:
         """Groups that may leave now."""
         first = self._waits_for() if self._waits_for is not None else None
         return len(self._groups) if first is None else bisect_left(self._numbers, first + self._window())
@@ -343,7 +344,7 @@ class GroupBuffer:
         return list(islice(self._groups, count)) if self._waits_for is None else self._numbers[:count]
 
     def _update(self) -> None:
-        if self._num_available() >= self.batch:
+        if self.num_available >= self.batch:
             self.ready.set()
         else:
             self.ready.clear()

@@ -6,12 +6,13 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from headrace.algorithms import NAMED, FilterSettings
 from headrace.buffer import BufferSettings, describe_buffer
 from headrace.config.cross_checks import check_across_rooms
 from headrace.config.peer_names import peer_answer
+from headrace.config.presets import PRESETS, preset_settings
 from headrace.engine import EngineSettings, SamplingSettings
 from headrace.envs import EnvironmentSettings, EpisodeSettings
 from headrace.lora import LoraSettings
@@ -42,6 +43,10 @@ from headrace.trainer import TrainSettings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    PresetName: TypeAlias = str
+else:
+    PresetName = Literal[("none", *PRESETS)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -54,6 +59,10 @@ class Recipe:
     )
     """Sets loss, constants, mean, advantage, KL and the like as the algorithm's paper does, wherever the recipe says nothing
     else; `--dry-run` shows the result. Those settings, not the name, say what a run is."""
+    preset: PresetName = field(default="none", metadata=OPERATIONAL)
+    """Sets buffer, staleness, partial rollouts, weight sync and the like as the named library has them, wherever neither the
+    recipe nor `algorithm` says anything else; `headrace presets` lists them. Those settings, not the name, say what a run
+    is."""
     seed: int = 0
     """Of the order of tasks, of sampling and of new weights."""
     exact: bool = False
@@ -149,27 +158,48 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 def parse_recipe(text: str, *, name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe from TOML text; errors name `name` and the line."""
-    data, presets = _with_algorithm(apply_overrides(load_toml(text, name=name), overrides or {}))
-    origin = Origin(name=name, text=text, overrides=frozenset(overrides or {}), presets=presets, advise=advise)
-    return build(Recipe, data, origin=origin)
+    data, presets = _with_named(apply_overrides(load_toml(text, name=name), overrides or {}))
+    return _build(data, Origin(name=name, text=text, overrides=frozenset(overrides or {}), presets=presets, advise=advise))
 
 
 def make_recipe(data: Mapping[str, Any]) -> Recipe:
     """A recipe from a dict, nested or with dotted keys."""
-    settings, presets = _with_algorithm(apply_overrides({}, data))
-    return build(Recipe, settings, origin=Origin(presets=presets, advise=lambda name: advise(name, is_python=True)))
+    settings, presets = _with_named(apply_overrides({}, data))
+    return _build(settings, Origin(presets=presets, advise=lambda name: advise(name, is_python=True)))
 
 
-def _with_algorithm(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """`data` over the settings of the algorithm it names, and where each setting that it does not have comes from. With
-    another loss than the algorithm's, the algorithm's constants are left out."""
-    name = data.get("algorithm", "none")
-    presets = NAMED.get(name, {}) if isinstance(name, str) else {}
+def _build(data: Mapping[str, Any], origin: Origin) -> Recipe:
+    """The recipe. An error about two settings also tells which of them the user did not write."""
+    try:
+        return build(Recipe, data, origin=origin)
+    except ConfigError as error:
+        text = str(error)
+        unwritten = [key for key in origin.presets if f"{key} = " in text and f"{origin.presets[key]}: {key}" not in text]
+        notes = "".join(f" ({key} comes from {origin.presets[key]})" for key in unwritten)
+        raise ConfigError(text + notes) from None
+
+
+def _with_named(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """`data` over the settings of the algorithm it names, both over those of its preset; and where each setting comes from that
+    `data` does not have."""
+    origins: dict[str, str] = {}
+    algorithm, preset = data.get("algorithm", "none"), data.get("preset", "none")
+    layers = {"algorithm": NAMED.get(algorithm, {}) if isinstance(algorithm, str) else {}}
+    layers["preset"] = preset_settings(preset, is_inline=data.get("orchestrate") == "inline")
+    for name, settings in layers.items():
+        data, added = _over(settings, data)
+        origins |= dict.fromkeys(added, f"{name} = {data.get(name)!r}")
+    return data, origins
+
+
+def _over(settings: Mapping[str, Any], data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """`data` over `settings`, and the keys that `data` does not have. With another loss than that of `settings`, the constants
+    in them are left out."""
     written = flatten(data)
-    if "train.loss" in written and written["train.loss"] != presets.get("train.loss"):
-        presets = {key: value for key, value in presets.items() if not key.startswith("train.constants.")}
-    origins = {key: f"algorithm = {name!r}" for key in presets if key not in written}
-    return apply_overrides(apply_overrides({}, presets), data), origins
+    if "train.loss" in written and written["train.loss"] != settings.get("train.loss"):
+        settings = {key: value for key, value in settings.items() if not key.startswith("train.constants.")}
+    added = [key for key in settings if key not in written]
+    return apply_overrides(apply_overrides({}, settings), data), added
 
 
 def advise(name: str, *, is_python: bool = False) -> str:

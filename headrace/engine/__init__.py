@@ -21,17 +21,26 @@ if TYPE_CHECKING:
     from headrace.engine.native.kv_cache import free_memory
     from headrace.engine.native.step import Runner, StepPlan
     from headrace.engine.pool import EnginePool
-    from headrace.engine.protocol import Engine, EngineState, Increment, InFlight, PromptTooLong, SleepingEngine, UnusablePrompt
+    from headrace.engine.protocol import (
+        Engine,
+        EngineState,
+        Increment,
+        InFlight,
+        OnTokens,
+        PromptTooLong,
+        SleepingEngine,
+        UnusablePrompt,
+    )
     from headrace.engine.remote_engine import RemoteEngine
     from headrace.engine.request import HeldAdapter, Request
     from headrace.engine.server.address import bind, url_of
     from headrace.engine.server.app import CompletionServer
-    from headrace.engine.server.body import ApiError, Body, bad, check, shown, unsupported
+    from headrace.engine.server.body import ApiError, Body, bad, check, check_token_ids, shown, unsupported
     from headrace.engine.server.chat import Chat
-    from headrace.engine.server.http import MAX_BODY, Events, bearer, error_response, read_body
+    from headrace.engine.server.http import MAX_BODY, Events, bearer, error_response, explain, read_body
     from headrace.engine.server.requests import NEUTRAL, read_stops
-    from headrace.engine.server.text import ServedModel, first_stop
-    from headrace.engine.server.tool_calls import has_special_markers, read_calls
+    from headrace.engine.server.text import ServedModel, TextReader, could_begin, first_stop
+    from headrace.engine.server.tool_calls import MISTRAL, ToolCallReader, call_form, has_special_markers, read_calls
     from headrace.engine.settings import EngineSettings, SamplingSettings, check_engine_kind, engine_kind
     from headrace.engine.stop_strings import decoder_of, stop_tokens
     from headrace.engine.vllm.engine import VllmEngine

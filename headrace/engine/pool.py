@@ -26,7 +26,7 @@ from headrace.rpc import StreamClosed
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
-    from headrace.engine.protocol import Increment, InFlight
+    from headrace.engine.protocol import Increment, InFlight, OnTokens
     from headrace.engine.remote_engine import RemoteEngine, WaitingQueue
     from headrace.engine.request import Request
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
@@ -91,8 +91,10 @@ class EnginePool:
 
     # Generation
 
-    def generate(self, rollout: Rollout, sampling: Sampling) -> Coroutine[Any, Any, Rollout]:
-        return generate(self, rollout, sampling, make_request=PoolRequest)
+    def generate(
+        self, rollout: Rollout, sampling: Sampling, *, on_tokens: OnTokens | None = None
+    ) -> Coroutine[Any, Any, Rollout]:
+        return generate(self, rollout, sampling, on_tokens=on_tokens, make_request=PoolRequest)
 
     def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
         return stream(self, rollout, sampling, make_request=PoolRequest)

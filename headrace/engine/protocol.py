@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from headrace.engine.shaping import Shaping, TopLogprobs
     from headrace.partial import Interrupt
     from headrace.records import Array, FinishReason, Rollout, Sampling, WeightUpdate
+
+
+OnTokens: TypeAlias = "Callable[[Increment], None]"
 
 
 class UnusablePrompt(ValueError):
@@ -89,9 +92,9 @@ class InFlight(NamedTuple):
 class Engine(Protocol):
     """Generates rollouts. Any call may be made at any time, from one event loop."""
 
-    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+    async def generate(self, rollout: Rollout, sampling: Sampling, *, on_tokens: OnTokens | None = ...) -> Rollout:
         """The rollout with one more call's tokens. To resume a partial one (`ABORT`), generate it again. Called by the generate
-        loop and by evaluation; cancelling the await cancels the call."""
+        loop and by evaluation; cancelling the await cancels the call. `on_tokens` is told of the tokens as they come."""
 
     def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
         """The same call, token by token; closing the iterator cancels it."""

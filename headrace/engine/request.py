@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.engine.protocol import RequestQueue
+    from headrace.engine.protocol import OnTokens, RequestQueue
     from headrace.engine.shaping import Shaping
     from headrace.records import Array, Sampling
 
@@ -185,11 +185,17 @@ def checksum(rollout: Rollout, num_tokens: int) -> int:
 
 
 async def generate(
-    engine: RequestQueue, rollout: Rollout, sampling: Sampling, *, make_request: type[Request] = Request
+    engine: RequestQueue,
+    rollout: Rollout,
+    sampling: Sampling,
+    *,
+    on_tokens: OnTokens | None = None,
+    make_request: type[Request] = Request,
 ) -> Rollout:
     """The rollout with one more call's tokens; cancelling the await cancels the call."""
     tell = _Teller(asyncio.get_running_loop())
-    request = make_request(rollout, sampling, on_done=tell, on_failed=tell)
+    told = None if on_tokens is None else _from_any_thread(on_tokens)
+    request = make_request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=told)
     engine.submit([request], _refuse)
     try:
         answer = await tell.done

@@ -3,7 +3,11 @@
 The client is all that an environment sees of Headrace. It alone resumes rollouts that a weight update aborted.
 
 Agents need no client: `agents` (a function) and `program` (a command) give them a URL and a key, `endpoint` answers there,
-`agent_responses` reads OpenAI's second interface, and `agent_rollouts` makes rollouts of what they ask.
+`agent_responses` reads OpenAI's second interface, `agent_rollouts` makes rollouts of what they ask, and `answer_stream` tells
+an answer while it is generated.
+
+Environments of other processes that push scored groups: `pushed` has the run's places for them, `push_server` answers them,
+`scored_groups` reads what they push, and `sampled_sequences` knows what was sampled for them.
 """
 
 from typing import TYPE_CHECKING
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from headrace.envs.openenv_adapter import OpenEnvEnvironment
     from headrace.envs.processes import REFUSALS, ProcessEnvironment
     from headrace.envs.program import ProgramAgent
+    from headrace.envs.pushed import PushedEnvironment
     from headrace.envs.settings import EnvironmentSettings, EpisodeSettings
     from headrace.envs.single_turn import Environment, SingleTurn, run_episode
     from headrace.envs.steps import ENVIRONMENT, StepEnvironment

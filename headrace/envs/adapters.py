@@ -31,6 +31,7 @@ def _environment(name: str, options: str) -> str:
 
 
 ADAPTERS = (
+    Adapter("atroposlib", "", _environment("PushedEnvironment", "port = 8000")),
     Adapter("gymnasium", "gymnasium", _environment("GymnasiumEnvironment", 'id = "MODULE:ID"')),
     Adapter("openenv-core", "openenv", _environment("OpenEnvEnvironment", 'url = "http://HOST:PORT"')),
     Adapter("trl", "", _environment("TrlEnvironment", 'factory = "MODULE:CLASS"')),

@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.engine import ApiError, PromptTooLong, UnusablePrompt, bad, first_stop, shown
+from headrace.envs.answer_stream import AnswerStream
 from headrace.envs.client import fork, num_shared
 from headrace.envs.turns import History
 from headrace.records import FinishReason
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from headrace.engine import Chat
     from headrace.envs.client import EpisodeClient
     from headrace.records import Plain, Rollout
 
     Message = dict[str, Any]
+    Tell = Callable[[dict[str, str]], None]
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ class AgentRollouts:
         """In the order of their last answers."""
         return tuple(self._finished.values())
 
-    async def reply(self, call: AgentCall) -> Reply:
-        """The policy's answer. Waits for the engine; cancelling it cancels the call there."""
+    async def reply(self, call: AgentCall, tell: Tell | None = None) -> Reply:
+        """The policy's answer. Waits for the engine; cancelling it cancels the call there. `tell` gets pieces of the message as
+        they are generated, all but its tool calls."""
         found = max(self._answered, key=lambda each: (each.continued_by(call.chat), not each.is_taken), default=None)
         length = 0 if found is None else found.continued_by(call.chat)
         try:
@@ -115,12 +118,16 @@ class AgentRollouts:
         if takes is not None:
             takes.is_taken = True
         try:
-            longer = await self._generate(rollout, call)
+            stream = None if tell is None else AnswerStream(self._client.encoder.turns, history, stops=call.stops, tell=tell)
+            longer = await self._generate(rollout, call, stream)
         except BaseException:
             if takes is not None:
                 takes.is_taken = False
             raise
-        return self._read(longer, history, call, num_prompt=len(rollout))
+        reply = self._read(longer, history, call, num_prompt=len(rollout))
+        if stream is not None:
+            stream.finish(reply.message)
+        return reply
 
     def _prompt(self, chat: Chat) -> tuple[History, Rollout]:
         messages, tools, variables = cast("Plain", chat.messages), chat.tools, chat.variables
@@ -132,9 +139,11 @@ class AgentRollouts:
             rollout = fork(nearest, rollout.token_ids, id=rollout.id)
         return history, rollout
 
-    async def _generate(self, rollout: Rollout, call: AgentCall) -> Rollout:
+    async def _generate(self, rollout: Rollout, call: AgentCall, stream: AnswerStream | None) -> Rollout:
+        on_tokens = None if stream is None else stream.hear
         try:
-            longer = await self._client.generate(rollout, max_tokens=call.max_tokens, stop=call.stops)
+            limits: dict[str, Any] = {"max_tokens": call.max_tokens, "stop": call.stops}
+            longer = await self._client.generate(rollout, **limits, on_tokens=on_tokens)
         except UnusablePrompt as error:
             self.is_truncated, self.refusal = isinstance(error, PromptTooLong), error
             raise

@@ -23,7 +23,7 @@ from headrace.user_code import UserThread
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from headrace.envs.agent_rollouts import AgentCall, Reply
+    from headrace.envs.agent_rollouts import AgentCall, Reply, Tell
     from headrace.envs.client import Client, EpisodeClient
     from headrace.records import Plain
 
@@ -41,6 +41,7 @@ class Session:
         self.rewards: dict[str, float] = {}
         self.rollouts = AgentRollouts(client)
         self._calls: set[asyncio.Task[Reply]] = set()
+        self._kept: set[asyncio.Task[Reply]] = set()
         self._is_over = False
 
     def reward(self, reward: float | dict[str, float]) -> None:
@@ -52,11 +53,12 @@ class Session:
                 raise ValueError(f"reward {name!r} = {value!r}: must be a finite number, or a dict of them by name")
         self.rewards |= {name: float(value) for name, value in found.items()}
 
-    async def call(self, call: AgentCall) -> Reply:
-        """The endpoint's request. Ends with the episode; cancelling it cancels the call at the engine."""
+    async def call(self, call: AgentCall, tell: Tell | None = None) -> Reply:
+        """The endpoint's request. Ends with the episode; cancelling it cancels the call at the engine. `tell` gets pieces of
+        the answer as they are generated."""
         if self._is_over:
             raise _ended()
-        task = asyncio.ensure_future(self.rollouts.reply(call))
+        task = asyncio.ensure_future(self.rollouts.reply(call, tell))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # so that asyncio does not report it
         self._calls.add(task)
         try:
@@ -67,6 +69,17 @@ class Session:
         if task.cancelled():
             raise _ended()
         return task.result()
+
+    def keep(self, call: asyncio.Task[Reply]) -> None:
+        """The agent may have read the start of a call's answer: if it leaves, the call goes on to its end."""
+        self._kept.add(call)
+        call.add_done_callback(self._kept.discard)
+        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # so that asyncio does not report it
+
+    async def finish_kept(self) -> None:
+        """Waits for the calls that the agent has left so."""
+        if self._kept:
+            await asyncio.wait(self._kept)
 
     def close(self) -> None:
         """The episode is over: calls in flight end, later ones are refused."""
@@ -99,6 +112,7 @@ class AgentEnvironment(abc.ABC):
         with endpoint.admits(session):
             try:
                 reward = await self.act(session)
+                await session.finish_kept()
             except Exception:
                 if not session.rollouts.is_truncated and session.rollouts.refusal is None:
                     raise  # else the policy has used up its tokens, and is scored, or could not answer

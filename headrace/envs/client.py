@@ -22,7 +22,7 @@ from headrace.records import FinishReason, Rollout, Source
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.engine import Engine
+    from headrace.engine import Engine, OnTokens
     from headrace.envs.encoder import PromptEncoder
     from headrace.records import Array, Plain, Sampling
 
@@ -53,9 +53,12 @@ class Client(Protocol):
     def chat(self, prompt: Plain, *, tools: Sequence[Any] = (), template_kwargs: Plain = None) -> Conversation:
         """A conversation, which keeps the rollouts of `prompt`, `generate` and `append` together."""
 
-    async def generate(self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = ()) -> Rollout:
+    async def generate(
+        self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = (), on_tokens: OnTokens | None = None
+    ) -> Rollout:
         """The rollout with one more completion. If a weight update aborts it, the client resumes it until it finishes. It is
-        sampled as the run says; `max_tokens`, if not 0, and `stop` may end it sooner."""
+        sampled as the run says; `max_tokens`, if not 0, and `stop` may end it sooner. `on_tokens` is told of new tokens as they
+        come, where the environment runs in the launcher."""
 
     def text(self, rollout: Rollout) -> str:
         """The generated text, for display and for rewards; it is never tokenized again."""
@@ -78,7 +81,9 @@ class EpisodeClient(abc.ABC):
     """Of rollouts by id: what their tokens up to the policy's next answer stand for."""
 
     @abc.abstractmethod
-    async def generate(self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = ()) -> Rollout: ...
+    async def generate(
+        self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = (), on_tokens: OnTokens | None = None
+    ) -> Rollout: ...
 
     def prompt(self, prompt: Plain, template_kwargs: Plain = None, tools: Sequence[Any] = ()) -> Rollout:
         shared = self.encoder.rollout(prompt, template_kwargs, tools)
@@ -182,9 +187,14 @@ class CallLimit:
     go before the first calls of other episodes, so that started episodes finish first."""
 
     def __init__(self, limit: int) -> None:
-        self.num_free = limit
+        self._limit = self.num_free = limit
         self._later: deque[asyncio.Future[None]] = deque()
         self._first: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def num_calls(self) -> int:
+        """That have a place or wait for one."""
+        return self._limit - self.num_free + len(self._later) + len(self._first)
 
     async def acquire(self, *, is_first: bool) -> None:
         """Waits for a place. Woken by `release`, which hands it over."""
@@ -224,6 +234,8 @@ class EngineClient(EpisodeClient):
     keeps_turns: bool = False
     """The environment can resume: what finished calls returned is kept in `partials` too, and returned again to the same calls
     when the episode is run again."""
+    group_size: int = 0
+    """Episodes of its group; 0 in an evaluation."""
     limit: CallLimit | None = None
     """Bounds the calls in flight at the engine."""
     clock: asyncio.Timeout | None = None
@@ -236,7 +248,9 @@ class EngineClient(EpisodeClient):
     generated: dict[str, Rollout] = field(default_factory=dict)
     """Rollouts by id as the engine last returned them."""
 
-    async def generate(self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = ()) -> Rollout:
+    async def generate(
+        self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = (), on_tokens: OnTokens | None = None
+    ) -> Rollout:
         if self.is_over:
             await asyncio.Event().wait()  # not an exception, which it might catch, and call again without end
         sampling = self.sampling
@@ -244,8 +258,9 @@ class EngineClient(EpisodeClient):
             most = min(max_tokens or sampling.max_tokens, sampling.max_tokens)
             ends: dict[str, Any] = {"max_tokens": most, "stop": tuple(dict.fromkeys((*sampling.stop, *stop)))}
             sampling = dataclasses.replace(sampling, min_tokens=min(sampling.min_tokens, most), **ends)
+        told: dict[str, Any] = {} if on_tokens is None else {"on_tokens": on_tokens}
         if self.limit is None:
-            self.generated[rollout.id] = generated = await self._generate(rollout, sampling)
+            self.generated[rollout.id] = generated = await self._generate(rollout, sampling, told)
             return generated
         is_first, self.has_called = not self.has_called, True
         await self._wait_for_a_place(self.limit, is_first=is_first)
@@ -253,7 +268,9 @@ class EngineClient(EpisodeClient):
             self.limit.release()
             await asyncio.Event().wait()
         try:
-            self.generated[rollout.id] = generated = await self._generate(rollout, sampling)  # interrupted, it keeps its place
+            self.generated[rollout.id] = generated = await self._generate(
+                rollout, sampling, told
+            )  # interrupted, it keeps its place
             return generated
         finally:
             self.limit.release()
@@ -272,7 +289,7 @@ class EngineClient(EpisodeClient):
             if not self.is_over:
                 self.clock.reschedule(until + asyncio.get_running_loop().time() - waited)
 
-    async def _generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+    async def _generate(self, rollout: Rollout, sampling: Sampling, told: dict[str, Any]) -> Rollout:
         start, id = len(rollout), rollout.id
         whole = sampling.with_seed(_rollout_seed(self.seed, id))
         partial = self.partials.pop(id, None)
@@ -286,7 +303,7 @@ class EngineClient(EpisodeClient):
             rollout = partial
         else:
             try:
-                rollout = await self.engine.generate(rollout, whole)
+                rollout = await self.engine.generate(rollout, whole, **told)
             except PromptTooLong:
                 if not rollout.calls:
                     raise
@@ -298,7 +315,7 @@ class EngineClient(EpisodeClient):
                 done = len(rollout) - start
                 max_tokens, min_tokens = whole.max_tokens - done, max(0, whole.min_tokens - done)
                 rest = dataclasses.replace(whole, max_tokens=max_tokens, min_tokens=min_tokens)
-                rollout = await self.engine.generate(rollout, rest)
+                rollout = await self.engine.generate(rollout, rest, **told)
         finally:
             if not self.keeps_turns:
                 self.partials.pop(id, None)

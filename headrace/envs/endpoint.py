@@ -25,18 +25,18 @@ from headrace.engine import (
     bind,
     check,
     error_response,
+    explain,
     read_body,
     read_stops,
     unsupported,
     url_of,
 )
 from headrace.envs.agent_responses import Responses
-from headrace.envs.agent_rollouts import AgentCall, check_last
+from headrace.envs.agent_rollouts import AgentCall, Reply, check_last
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 
-    from headrace.envs.agent_rollouts import Reply
     from headrace.envs.agents import Session
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -124,22 +124,43 @@ class Endpoint:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, _ = self._open(request)
         call = read_call(await read_body(request))
-        reply = await session.call(call)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": call.model}
-        if not call.stream:
-            message = {"role": "assistant", **_delta(reply), **({"tool_calls": reply.calls} if reply.calls else {})}
-            choice = {"index": 0, "message": message, "finish_reason": _reason(reply), "logprobs": None}
-            return web.json_response({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(reply)})
-        events = Events()
-        await events.prepare(request)
-        calls = [{"tool_calls": [{"index": index, **each}]} for index, each in enumerate(reply.calls)]
-        deltas = [{"role": "assistant"}, *({key: value} for key, value in _delta(reply).items() if value), *calls, {}]
-        for number, delta in enumerate(deltas, start=1):
-            reason = _reason(reply) if number == len(deltas) else None
-            choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
-            await events.send({**head, "object": "chat.completion.chunk", "choices": [choice]})
-        if call.include_usage:
-            await events.send({**head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(reply)})
+        if call.stream:
+            return await self._stream_chat(request, session, call, {**head, "object": "chat.completion.chunk"})
+        reply = await session.call(call)
+        message = {"role": "assistant", **_delta(reply), **({"tool_calls": reply.calls} if reply.calls else {})}
+        choice = {"index": 0, "message": message, "finish_reason": _reason(reply), "logprobs": None}
+        return web.json_response({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(reply)})
+
+    async def _stream_chat(
+        self, request: web.Request, session: Session, call: AgentCall, head: dict[str, Any]
+    ) -> web.StreamResponse:
+        """Content as it is generated, then the tool calls. The stream starts with the first text, so that a call which fails
+        before that has a status."""
+        events, choice = Events(), {"index": 0, "finish_reason": None, "logprobs": None}
+        deltas: list[dict[str, Any]] = [{"role": "assistant"}]
+        try:
+            async with contextlib.aclosing(_pieces(session, call)) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, Reply):
+                        reply = piece
+                        deltas += ({"tool_calls": [{"index": index, **each}]} for index, each in enumerate(reply.calls))
+                    else:
+                        deltas.append(piece)
+                    if not events.prepared:
+                        await events.prepare(request)
+                    for delta in deltas:
+                        await events.send({**head, "choices": [{**choice, "delta": delta}]})
+                    deltas.clear()
+            await events.send({**head, "choices": [{**choice, "delta": {}, "finish_reason": _reason(reply)}]})
+            if call.include_usage:
+                await events.send({**head, "choices": [], "usage": _usage(reply)})
+        except ConnectionError:
+            raise
+        except Exception as error:
+            if not events.prepared:
+                raise
+            await events.send(explain(error).body())  # it is too late for a status
         await events.write(b"data: [DONE]\n\n")
         await events.write_eof()
         return events
@@ -169,6 +190,24 @@ class Endpoint:
         """Any name will do, since there is one model; lists must not be empty."""
         self._open(request)
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "headrace"}]})
+
+
+async def _pieces(session: Session, call: AgentCall) -> AsyncGenerator[dict[str, str] | Reply, None]:
+    """Pieces of the answer's message as they are generated, then the reply. Closing it cancels the call, unless a piece of it
+    was told: then the call goes on without its reader."""
+    told: asyncio.Queue[dict[str, str] | None] = asyncio.Queue()
+    answering, has_told = asyncio.ensure_future(session.call(call, told.put_nowait)), False
+    answering.add_done_callback(lambda _: told.put_nowait(None))
+    try:
+        while (piece := await told.get()) is not None:
+            if not has_told:
+                session.keep(answering)
+            has_told = True
+            yield piece
+        yield await answering
+    finally:
+        if not has_told:
+            answering.cancel()
 
 
 def read_call(body: Body) -> AgentCall:

@@ -87,7 +87,8 @@ def _made(make: Callable[[], Environment], name: str) -> Environment:
 
 
 class HostedEnvironment:
-    """An environment in this process. After an episode that raised or was cancelled, later ones get a fresh instance."""
+    """An environment in this process. After an episode that raised or was cancelled, later ones get a fresh instance,
+    unless it says that it `outlives_failures`."""
 
     def __init__(self, make: Callable[[], Environment], name: str, concurrency: int = 0) -> None:
         self.name, self._make = name, make
@@ -110,6 +111,6 @@ class HostedEnvironment:
         try:
             return await current.run(task, client)
         except BaseException:
-            if self._current is current:
+            if self._current is current and not getattr(current, "outlives_failures", False):
                 self._current = None
             raise

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _CONTENT, _THINKING, _CALL = "☉content☉", "☉thinking☉", "☉call☉"
 """Texts of stand-ins; no template prints them by itself."""
-_THINK, _END_THINK = "<think>", "</think>"
+THINK, END_THINK = "<think>", "</think>"
 _SOURCES = {"tool": Source.TOOL, "ipython": Source.TOOL}
 """Of the content of a message, by role; other roles are the prompt's, and what the template writes around it is its own."""
 
@@ -64,51 +64,65 @@ class History:
         return cls(isinstance(prompt, str), tuple(tools), variables or {}, messages, messages, num_tokens)
 
 
+class ThinkingForm(NamedTuple):
+    """What a chat template makes of an answer's thinking."""
+
+    is_known: bool
+    """It knows of thinking."""
+    is_open: bool
+    """The prompt ends inside of it."""
+    is_separate: bool
+    """It takes it apart from the content."""
+
+
 class Turns:
     """Parses the policy's answers and makes the tokens of what follows them."""
 
     def __init__(self, encoder: PromptEncoder) -> None:
-        self._encoder, self._tokenizer = encoder, encoder.tokenizer
-        self._skips_special = not has_special_markers(self._tokenizer)
-        self._special = {id for id, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        self._encoder, self.tokenizer = encoder, encoder.tokenizer
+        self.skips_special = not has_special_markers(self.tokenizer)
+        self.special = {id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
     def answer(self, history: History, rollout: Rollout) -> Message:
         """The policy's tokens after the history, as an assistant's message. Arguments of calls are objects, as templates expect
         them; ids of calls are numbers in order, so that a repeated episode has the same."""
         ids = rollout.token_ids[history.num_tokens :].tolist()
-        if ids and ids[-1] in self._special:
+        if ids and ids[-1] in self.special:
             del ids[-1]  # it ends the turn
-        options = {"skip_special_tokens": self._skips_special, "clean_up_tokenization_spaces": False}
-        text = str(self._tokenizer.decode(ids, **options))
-        template = None if history.is_text else self._template(history)
+        options = {"skip_special_tokens": self.skips_special, "clean_up_tokenization_spaces": False}
+        text = str(self.tokenizer.decode(ids, **options))
+        template = None if history.is_text else self.template(history)
         message: Message = {"role": "assistant"}
-        thinking, text, is_separate = (None, text, False) if template is None else self._thinking(text, template, history)
+        thinking, text, is_separate = (None, text, False) if template is None else self._thinking(text, history)
         content, calls = read_calls(text, template=template)
         if is_separate:
             message["reasoning_content"] = thinking
         elif thinking is not None:
-            content = f"{_THINK}\n{thinking}\n{_END_THINK}\n\n{content}"
+            content = f"{THINK}\n{thinking}\n{END_THINK}\n\n{content}"
         for number, call in enumerate(calls, start=sum(len(m.get("tool_calls", ())) for m in history.messages)):
             call |= {"id": f"call{number:05d}"}  # nine letters and digits, which is what Mistral's templates want
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         message["content"] = content
         return {**message, "tool_calls": calls} if calls else message
 
-    def _template(self, history: History) -> str:
+    def template(self, history: History) -> str:
         tools: Any = list(history.tools) or None
-        return str(self._tokenizer.get_chat_template(tools=tools))
+        return str(self.tokenizer.get_chat_template(tools=tools))
 
-    def _thinking(self, text: str, template: str, history: History) -> tuple[str | None, str, bool]:
+    def _thinking(self, text: str, history: History) -> tuple[str | None, str, bool]:
         """(thinking, the text behind it, whether the template takes them apart from each other). A template that knows of no
         thinking gets it as part of the content."""
-        if "reasoning_content" not in template and _END_THINK not in template:
+        form = self.thinking_form(history)
+        if not form.is_known or (not form.is_open and not text.lstrip().startswith(THINK)):
             return None, text, False
-        prompt = self._render(history.shown, history)
-        is_open = prompt.rstrip().endswith(_THINK)
-        if not is_open and not text.lstrip().startswith(_THINK):
-            return None, text, False
-        thinking, _, rest = text.partition(_END_THINK)
-        return thinking.lstrip().removeprefix(_THINK).strip("\n"), rest.lstrip("\n"), "reasoning_content" in template
+        thinking, _, rest = text.partition(END_THINK)
+        return thinking.lstrip().removeprefix(THINK).strip("\n"), rest.lstrip("\n"), form.is_separate
+
+    def thinking_form(self, history: History) -> ThinkingForm:
+        template = self.template(history)
+        is_known = "reasoning_content" in template or END_THINK in template
+        is_open = is_known and self._render(history.shown, history).rstrip().endswith(THINK)
+        return ThinkingForm(is_known, is_open, "reasoning_content" in template)
 
     def follow(
         self, history: History, rollout: Rollout, answer: Message, messages: Sequence[Message]
@@ -206,7 +220,7 @@ class Turns:
             if start >= 0:
                 at = start + len(content)
                 sources[start:at] = _SOURCES.get(message["role"], Source.PROMPT)
-        encoded: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
         return encoded["input_ids"], sources[np.minimum(starts, len(text) - 1)].tolist() if len(text) else []
 
@@ -239,8 +253,8 @@ def _stand_in(answer: Message) -> tuple[Message, list[str]]:
     if "reasoning_content" in answer:
         stand_in["reasoning_content"] = _THINKING if answer["reasoning_content"] else ""
         marks = [_THINKING, _CONTENT] if answer["reasoning_content"] else marks
-    elif content.startswith(_THINK):
-        stand_in["content"] = f"{_THINK}\n{_THINKING}\n{_END_THINK}\n\n{_CONTENT}"
+    elif content.startswith(THINK):
+        stand_in["content"] = f"{THINK}\n{_THINKING}\n{END_THINK}\n\n{_CONTENT}"
         marks = [_THINKING, _CONTENT]
     if answer.get("tool_calls"):
         if not content:

@@ -33,7 +33,7 @@ from headrace.launch.inputs import (
     open_tasks,
     reward_functions,
 )
-from headrace.launch.placement import choose_device, choose_transport, device_of, receiving_devices
+from headrace.launch.placement import choose_device, choose_transport, device_of, receiving_devices, shares_device
 from headrace.lora import base_of, read_tensors
 from headrace.model import (
     ModelError,
@@ -272,5 +272,6 @@ def make_roles(
         tasks=open_sampler(recipe, given),
         canary=make_canary(encoder.encode(open_tasks(recipe, given).next().row["prompt"])),
         stop_ids=special_stops(recipe.sampling.stop, encoder.tokenizer),
+        shares_device=shares_device(recipe),
         **more,
     )

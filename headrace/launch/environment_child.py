@@ -24,6 +24,7 @@ from headrace.rpc import Peer, RemoteError, StreamClosed, open_socket
 from headrace.settings import build as build_settings
 
 if TYPE_CHECKING:
+    from headrace.engine import OnTokens
     from headrace.envs import Environment
     from headrace.records import Plain
 
@@ -35,7 +36,9 @@ _NUMBERS = itertools.count()  # of generate calls
 class _ProcessClient(EpisodeClient):
     peer: Peer
 
-    async def generate(self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = ()) -> Rollout:
+    async def generate(
+        self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = (), on_tokens: OnTokens | None = None
+    ) -> Rollout:
         number = next(_NUMBERS)
         limits: dict[str, Any] = {"max_tokens": max_tokens, "stop": list(stop), "number": number}
         try:

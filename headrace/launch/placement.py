@@ -129,6 +129,15 @@ def receiving_device(recipe: Recipe, index: int) -> str:
     return engine_kind(recipe.engine).receives_on(recipe, index, device=device, trainer=trainer, engine=engine)
 
 
+def shares_device(recipe: Recipe) -> bool:
+    """Whether engines and trainer compute on one GPU, or one core."""
+    device = choose_device(recipe)
+    if device == "cpu":
+        return len(os.sched_getaffinity(0)) < 2
+    trainer, is_elsewhere = device_of(device, "trainer"), bool(recipe.engine.vllm.urls)
+    return not is_elsewhere and any(device_of(device, "engine", each) == trainer for each in range(recipe.engine.num_engines))
+
+
 def choose_transport(recipe: Recipe) -> str:
     """`sync.transport`, with `auto` resolved."""
     trainer = device_of(choose_device(recipe), "trainer")

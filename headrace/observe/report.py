@@ -25,6 +25,7 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
         f"evaluation {seconds['evaluate']:.1f} s, first step {seconds['first_step']:.1f} s after the command",
         f"tokens     {tokens['trained']:,} trained of {tokens['sampled']:,} sampled, {tokens['wasted']:,} wasted; "
         f"lag {lag['mean']:.2f} on average, {lag['max']} at most",
+        *_depth_lines(**summary["staleness"]),
         _memory_line(summary["memory"]),
         "",
         *budget_table(summary["time_budget"]),
@@ -64,6 +65,11 @@ def _held_out_lines(before: dict[str, float], after: dict[str, float], temperatu
         others = [f", greedy {change(greedy)}"] if greedy in {**before, **after} else []
         lines.append(f"{title} {change(success)} solved at temperature {temperature:g}{''.join(others)}")
     return lines
+
+
+def _depth_lines(max_lag: float | str, depth: float | None, why: str) -> list[str]:
+    """What `staleness.max_lag = "auto"` chose, and why."""
+    return [f"max_lag    {max_lag}: {depth:.2f} versions ahead at the end, because {why}"] if why else []
 
 
 def _memory_line(memory: dict[str, dict[str, int | None]]) -> str:

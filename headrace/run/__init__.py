@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.run.batches import StartedBatch
+    from headrace.run.batches import StartedBatch, make_batches
     from headrace.run.callbacks import Callback, CallbackError, Callbacks, CallbackState
     from headrace.run.changes import Change, changed, changes_in, replay
     from headrace.run.checkpoint import FORMAT, MANIFEST, Checkpoint, CheckpointStore, checkpoints_in

@@ -9,6 +9,7 @@ If the environment says that it can resume, it gets what all its calls returned 
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ class GroupInFlight:
     """With `buffer.unit = "episode"`, without those that are in the buffer already."""
     rewards: list[float] = field(default_factory=list)
     """Unshaped, of the episodes that were scored and have left it."""
+    submitted_at: float = field(default_factory=lambda: time.perf_counter())
     is_cancelled: bool = False
     """Removed from the table, though some of its episodes may still be finishing."""
 

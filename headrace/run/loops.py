@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING
 
 from headrace.envs import run_episode
@@ -39,9 +40,10 @@ async def feed(run: Run) -> NoReturn:
     while True:
         for policy in run.policies.values():
             while policy.version < run.leg_end and not run.is_stopping and policy.has_room():
-                for record in policy.submit(run.roles.tasks.next()):
+                for record in policy.submit(policy.next_task()):
                     run.queued.put_nowait(record)
         run.room.clear()
+        run.note_load()
         await run.room.wait()
 
 
@@ -126,11 +128,14 @@ async def train(run: Run, policy: PolicyState) -> None:
 async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Recipe) -> StartedBatch | None:
     """Start training `version` as `recipe` says, or return None if the leg ends before it."""
     while version < run.leg_end and not run.is_stopping:
+        wanted_since = time.perf_counter()
         await run.observer.timeline("trainer").wait("wait-batch", policy.buffer.ready)
         if run.is_stopping:
             break
         policy.reject_stale(version)
         if policy.buffer.ready.is_set():
+            if policy.pace is not None:
+                policy.pace.batch_taken(wanted_since=wanted_since)
             await run.pause_engines()
             started = await policy.start_batch(version, recipe, on_taken=run.on_taken)
             if started is not None:

@@ -131,6 +131,9 @@ class Session:
     def _on_trained(self, policy: PolicyState, started: StartedBatch) -> None:
         before, self._counts = self._counts, policy.ledger.counts()
         started.settled = settled_shares(before, self._counts)
+        started.settled |= policy.staleness_metrics()
+        if policy.pace is not None and (news := policy.pace.controller.news()):
+            self.observer.screen.say(f"max_lag    {news}")
         self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in started.seen)
         self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in started.seen))
         self._unwritten.append(started)
@@ -322,6 +325,11 @@ class Session:
                 "wasted": policy.wasted_tokens,
             },
             "lag": {"mean": progress.lag_sum / max(progress.trained_tokens, 1), "max": progress.lag_max},
+            "staleness": {
+                "max_lag": self.recipe.staleness.max_lag,
+                "depth": policy.gate.depth,
+                "why": "" if policy.pace is None else policy.pace.controller.why,
+            },
             "skipped_steps": progress.skipped_steps,
             "accounting": policy.ledger.counts(),
             "groups_from_journal": policy.recovered.num_used,

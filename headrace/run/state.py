@@ -68,6 +68,8 @@ class Roles:
     """Calls so far that continued a rollout: on the engine that generated it last, or on another."""
     refresh: Callable[[], Awaitable[None]] = _nothing
     """Makes every process report how it has spent its time so far."""
+    shares_device: bool = False
+    """Whether engines and trainers compute on one GPU, or one core."""
     losses: Callable[[], Mapping[str, Any]] = dict
     """Which processes were started again how often, and which were given up, for the summary."""
 
@@ -215,6 +217,7 @@ class Run:
             episode=record.id,
             group=record.group.name,
             index=record.index,
+            group_size=len(record.group.episodes),
             sampling=self._sampling,
             seed=self.recipe.seed,
             partials=record.partials,
@@ -246,7 +249,14 @@ class Run:
             record.partials.clear()
         self.finished.append((record, episode))
         self.has_finished.set()
+        self.note_load()
         self.note_progress()
+
+    def note_load(self) -> None:
+        """For `max_lag = "auto"`: how busy the engines are from now on. Called when an episode ends and when `feed` waits."""
+        for policy in self.policies.values():
+            if policy.pace is not None:
+                policy.pace.note_load(calls=self.generate_calls.num_calls, is_closed=not policy.has_room())
 
     # Called by train
 

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.staleness.gate import Gate, describe_gate, groups_ahead, is_automatic, make_gate, max_untrained_groups
+    from headrace.staleness.controller import LagController, Observation
+    from headrace.staleness.gate import (
+        START_DEPTH,
+        Gate,
+        describe_gate,
+        groups_ahead,
+        is_automatic,
+        make_gate,
+        max_untrained_groups,
+    )
+    from headrace.staleness.lengths import LengthBias
     from headrace.staleness.reject import Rejection
     from headrace.staleness.settings import StalenessSettings, check_correction, check_staleness, corrections_of
 else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from headrace.buffer import buffer_policy
@@ -133,9 +133,11 @@ def groups_ahead(depth: float, groups_per_batch: int) -> int:
     return math.floor(round(depth * groups_per_batch, 6))
 
 
-def make_gate(recipe: Recipe) -> DepthGate | SlotsGate | NoGate:
-    """The recipe's gate. Where engines and trainer take turns it has depth 0, whatever `staleness.gate` says."""
-    return (DepthGate if buffer_policy(recipe).takes_turns else GATES[recipe.staleness.gate]).of(recipe)
+def make_gate(recipe: Recipe, *, depth: float | None = None) -> DepthGate | SlotsGate | NoGate:
+    """The recipe's gate, with the depth that a controller has chosen if one has. Where engines and trainer take turns it has
+    depth 0, whatever `staleness.gate` says."""
+    gate = (DepthGate if buffer_policy(recipe).takes_turns else GATES[recipe.staleness.gate]).of(recipe)
+    return gate if depth is None or not isinstance(gate, DepthGate) else replace(gate, depth=depth)
 
 
 def is_automatic(recipe: Recipe) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from headrace.records import NOT_VARIABLES, Plain, check_messages, check_plain, is_template_variable
-from headrace.tasks import reasoning_gym, sort_digits
+from headrace.tasks import pushed, reasoning_gym, sort_digits
 from headrace.tasks.files import read_rows
 from headrace.tasks.settings import TaskError, TaskSettings
 
@@ -116,11 +116,12 @@ class TaskStream:
         self._counts = list(counts)
 
 
-_GENERATORS: dict[str, tuple[Callable[..., TaskSource], Callable[[str], Callable[..., float | None]]]] = {
+_GENERATORS: dict[str, tuple[Callable[..., TaskSource], Callable[[str], Callable[..., float | None] | None]]] = {
     "builtin": (sort_digits.open_source, sort_digits.reward_of),
+    "pushed": (pushed.open_source, pushed.reward_of),
     "reasoning_gym": (reasoning_gym.ReasoningGym, reasoning_gym.reward_of),
 }
-"""Generated tasks, by the prefix of their name: functions from the name to its source, and to its reward."""
+"""Generated tasks, by the prefix of their name: functions from the name to its source, and to its reward, if it has one."""
 
 
 def open_source(

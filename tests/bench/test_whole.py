@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from vllm_server import MISSING, VARIABLES, vllm_python
 
-from headrace.bench import engine, partial, step, trainer, vllm
+from headrace.bench import engine, lag, partial, step, trainer, vllm
 from headrace.bench.command import BENCHES
 from headrace.bench.overlap import CASES
 from headrace.bench.partial import CHOICES
@@ -52,6 +52,14 @@ def test_learn(tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_lag(tmp_path) -> None:
+    rows = run_bench(tmp_path, "lag")
+    assert all(len(rows[f"{way}, lag {each}: area"]["curve"]) == 3 for way in lag.WAYS for each in (0, 2))
+    kl = "default, lag {}: KL to the policy that sampled"
+    assert rows[kl.format(0)]["value"] < 1e-9 < rows[kl.format(2)]["value"]
+
+
+@pytest.mark.long
 def test_sparse(tmp_path) -> None:
     rows = run_bench(tmp_path, "sparse")
     tokens = rows["seed 0: sampled tokens"]
@@ -69,6 +77,15 @@ def test_overlap(tmp_path) -> None:
     for case in CASES:
         kinds = ("async", "generation alone", "training alone", "sync, all cores in turn")
         assert all(rows[f"{case.name}: {kind}"]["value"] > 0 for kind in kinds)
+
+
+@pytest.mark.long
+def test_presets(tmp_path) -> None:
+    rows = run_bench(tmp_path, "presets")
+    for load in ("trainer-bound", "engine-bound", "long tail"):
+        assert rows[f"{load}: share of the bound"]["value"] > rows[f"{load}: share of the bound"]["peers"]["trl"] > 0
+        assert rows[f"{load}: mean lag"]["value"] > rows[f"{load}: mean lag"]["peers"]["trl"] == 0
+    assert rows["quickstart: tokens/s"]["value"] > 0 and rows["quickstart: tokens/s"]["peers"].keys() == {"trl"}
 
 
 @pytest.mark.long

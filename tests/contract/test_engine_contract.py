@@ -351,6 +351,18 @@ def test_the_same_seed_draws_the_same_tokens_in_any_batch(run):
     run(check)
 
 
+def test_a_call_tells_its_tokens_as_they_come_and_returns_the_same(run):
+    async def body(bench):
+        told = []
+        rollout = await bench.engine.generate(prompt(), Sampling(max_tokens=6, seed=2), on_tokens=told.append)
+        start = rollout.calls[0].start
+        assert [id for part in told for id in part.token_ids] == rollout.token_ids[start:].tolist()
+        assert [v for part in told for v in part.versions] == rollout.versions[start:].tolist()
+        assert told[-1].finish_reason is rollout.finish_reason and told[0].finish_reason is None
+
+    run(body)
+
+
 def test_a_stream_is_the_same_call_and_closing_it_cancels(run):
     async def check(bench: Bench) -> None:
         whole = await bench.engine.generate(prompt(), Sampling(max_tokens=6, seed=2))

@@ -9,6 +9,7 @@ import numpy as np
 from templates import tokenizer_of
 from test_turns import Scripted
 
+from headrace.engine import Increment
 from headrace.envs import EngineClient, PromptEncoder, run_episode
 from headrace.records import Episode, FinishReason, Rollout, Sampling
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 END = "<|im_end|>"
+
+
+async def _at_once(_: int, __: int) -> None:
+    await asyncio.sleep(0)
 
 
 class Answering(Scripted):
@@ -26,10 +31,12 @@ class Answering(Scripted):
     def __init__(self, answer: Callable[[str], str], *, template: str = "qwen2_5", **more: Any) -> None:
         super().__init__(tokenizer_of(template), **more)
         self.answer, self.records, self.samplings, self.num_cancelled = answer, [], [], 0
+        self.between: Callable[[int, int], Any] = _at_once
+        """Awaited after each token of a stream, with how many there are and will be."""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+    async def generate(self, rollout: Rollout, sampling: Sampling, *, on_tokens: Any = None) -> Rollout:
         self.samplings.append(sampling)
         try:
             await self.may_answer.wait()
@@ -39,6 +46,10 @@ class Answering(Scripted):
         text = self.answer(self.tokenizer.decode(rollout.token_ids.tolist()))
         self.says = [(text, FinishReason.STOP if text.endswith((END, *sampling.stop)) else FinishReason.LENGTH)]
         longer = await super().generate(rollout, sampling)
+        new = longer.token_ids[len(rollout) :].tolist()
+        for at, id in enumerate(new if on_tokens else ()):
+            on_tokens(Increment((id,), (-1.0,), (0,), longer.finish_reason if at + 1 == len(new) else None))
+            await self.between(at + 1, len(new))
         self.records.append((rollout.id, len(rollout), longer.token_ids[len(rollout) :].tolist()))
         return longer
 

@@ -197,6 +197,84 @@ def test_streams_add_up_and_go_on() -> None:
     assert len(episode.rollouts) == 1
 
 
+def test_a_stream_tells_what_is_sampled_before_the_last_token_is() -> None:
+    """And a tool call comes whole, at the end."""
+    engine = Answering(lambda text: f"one two three <b> four\n{CALL}{END}")
+    seen: list[tuple[int, int, str]] = []  # (tokens sampled, of how many, text)
+
+    async def between(done: int, of: int) -> None:
+        seen.append((done, of, ""))
+        await asyncio.sleep(0.01 if done < 6 else 0)
+
+    engine.between = between
+
+    @headrace.agent
+    async def streaming(session) -> float:
+        async with opened(session) as client:
+            text, calls = "", []
+            how: Any = {"model": "m", "messages": [user("go")], "tools": [ADD], "stream": True}
+            async for chunk in await client.chat.completions.create(**how):
+                delta = chunk.choices[0].delta
+                text += delta.content or ""
+                calls += delta.tool_calls or []
+                done, of, _ = seen[-1]
+                assert not calls or done == of
+                seen.append((done, of, text))
+            assert text == "one two three <b> four" and len(calls) == 1
+            return 1.0
+
+    episode = run(streaming, engine)
+    assert episode.outcome == Scored(1.0), episode.outcome
+    check_exact(episode, engine)
+    first = next((done, of) for done, of, text in seen if text)
+    assert first[0] < first[1], "the first text came before the last token was sampled"
+
+
+def test_a_stream_that_is_left_is_sampled_to_its_end() -> None:
+    engine = Answering(lambda text: f"a long story that goes on and on{END}")
+
+    async def slowly(done: int, of: int) -> None:
+        await asyncio.sleep(0.02)
+
+    engine.between = slowly
+
+    @headrace.agent
+    async def impatient(session) -> float:
+        async with opened(session) as client:
+            stream = await client.chat.completions.create(model="m", messages=[user("go")], stream=True)
+            async for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    break
+            await stream.close()
+        return 1.0
+
+    episode = run(impatient, engine)
+    check_exact(episode, engine)
+    assert episode.outcome == Scored(1.0) and "goes on and on" in text_of(episode.rollouts[0], engine)
+
+
+def test_a_stream_that_fails_midway_says_so() -> None:
+    engine = Answering(lambda text: f"a long story that goes on and on{END}")
+
+    async def fails(done: int, of: int) -> None:
+        await asyncio.sleep(0.01)
+        if done == 5:
+            raise RuntimeError("the engine is gone")
+
+    engine.between = fails
+
+    @headrace.agent
+    async def agent(session) -> float:
+        async with opened(session) as client:
+            with pytest.raises(openai.APIError, match="the server failed: RuntimeError"):
+                _ = [each async for each in await client.chat.completions.create(model="m", messages=[user("go")], stream=True)]
+        engine.between = lambda *_: asyncio.sleep(0)
+        await ask(session, user("go"))
+        return 1.0
+
+    assert run(agent, engine).outcome == Scored(1.0)
+
+
 def test_a_stream_that_is_closed_early_keeps_what_was_sampled() -> None:
     engine = Answering(lambda text: f"a long story{END}")
 

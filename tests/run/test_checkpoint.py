@@ -269,6 +269,6 @@ def test_rollouts_in_a_format_of_another_version_are_refused_with_the_way_on(run
     why = rf"has schema {frames.SCHEMA - 1}.*the version of Headrace that wrote it"
     for read in (found.buffered, found.in_flight):
         with pytest.raises(CheckpointError, match=why) as caught:
-            read()
+            list(read())
         assert str(caught.value).endswith(f"--model.path={folder}")
     assert run.names() == {"step-3"}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.native.core import EngineCore
     from headrace.engine.native.step import StepPlan
-    from headrace.engine.protocol import Increment, InFlight
+    from headrace.engine.protocol import Increment, InFlight, OnTokens
     from headrace.engine.request import Request, SampledSince
     from headrace.engine.shaping import Shaping
     from headrace.observe import Timeline
@@ -151,9 +151,9 @@ class NativeEngine:
 
     # Generating
 
-    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+    async def generate(self, rollout: Rollout, sampling: Sampling, *, on_tokens: OnTokens | None = None) -> Rollout:
         self._raise_if_dead()
-        return await generate(self, rollout, sampling)
+        return await generate(self, rollout, sampling, on_tokens=on_tokens)
 
     def stream(
         self, rollout: Rollout, sampling: Sampling, *, shaping: Shaping | None = None, held: HeldAdapter | None = None

@@ -96,19 +96,27 @@ def _closing(text: str, start: int, *, is_last: bool) -> int:
 def read_calls(text: str, *, template: str | None) -> tuple[str, list[dict[str, Any]]]:
     """(content, calls) of a whole answer, in the form that the model's chat template shows: Llama's, an answer that is one JSON
     object with `parameters`; Mistral's, a list behind a marker; else Hermes'. Without a template, Hermes' too."""
-    if template is not None and OPENS not in template:
-        if _MISTRAL in template:
-            content, marker, written = text.partition(_MISTRAL)
-            calls = _parse_list(written) if marker else []
-            return (content.rstrip(), calls) if calls else (text, [])
-        call = parse_call(text.strip().removeprefix("<|python_tag|>"), key="parameters") if '"parameters"' in template else None
+    form = call_form(template)
+    if form == "mistral":
+        content, marker, written = text.partition(MISTRAL)
+        calls = _parse_list(written) if marker else []
+        return (content.rstrip(), calls) if calls else (text, [])
+    if form != "hermes":
+        call = parse_call(text.strip().removeprefix("<|python_tag|>"), key="parameters") if form == "llama" else None
         return (text, []) if call is None else ("", [call])
     reader = ToolCallReader(max_calls=len(text))
     parts = [reader.push(text), reader.finish()]
     return "".join(content for content, _ in parts), [call for _, calls in parts for call in calls]
 
 
-_MISTRAL = "[TOOL_CALLS]"
+MISTRAL = "[TOOL_CALLS]"
+
+
+def call_form(template: str | None) -> str:
+    """The form of calls that a chat template shows: hermes, mistral, llama, or "" for none that is known."""
+    if template is None or OPENS in template:
+        return "hermes"
+    return "mistral" if MISTRAL in template else "llama" if '"parameters"' in template else ""
 
 
 def _parse_list(text: str) -> list[dict[str, Any]]:
@@ -151,6 +159,4 @@ _PARAMETER = re.compile(r"<parameter=(?P<key>[^>\n]+)>\n(?P<value>.*?)\n</parame
 
 def has_special_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether skipping special tokens would drop the markers."""
-    return any(
-        token.special and token.content in (OPENS, CLOSES, _MISTRAL) for token in tokenizer.added_tokens_decoder.values()
-    )
+    return any(token.special and token.content in (OPENS, CLOSES, MISTRAL) for token in tokenizer.added_tokens_decoder.values())

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from headrace.engine.protocol import Increment, InFlight
+    from headrace.engine.protocol import Increment, InFlight, OnTokens
     from headrace.engine.request import Request, SampledSince
     from headrace.engine.vllm.api import ServerInfo, VllmApi
     from headrace.engine.vllm.handover import Handover
@@ -128,8 +128,8 @@ class VllmEngine:
 
     # Calls
 
-    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        return await generate(self, rollout, sampling)
+    async def generate(self, rollout: Rollout, sampling: Sampling, *, on_tokens: OnTokens | None = None) -> Rollout:
+        return await generate(self, rollout, sampling, on_tokens=on_tokens)
 
     def stream(self, rollout: Rollout, sampling: Sampling) -> AsyncIterator[Increment]:
         return stream(self, rollout, sampling)

@@ -1,0 +1,72 @@
+"""Measures how a run goes, for the controller of `staleness.max_lag = "auto"`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from headrace.staleness import START_DEPTH, LagController, Observation
+
+if TYPE_CHECKING:
+    from headrace.config import Recipe
+
+
+class Pace:
+    """What one version after the other took, of one policy. The loops tell it what happens; `trained` closes a version."""
+
+    def __init__(self, recipe: Recipe, *, shares_device: bool) -> None:
+        self.controller = LagController(
+            groups_per_batch=recipe.train.groups_per_batch,
+            limit=recipe.staleness.max_lag_limit,
+            start=START_DEPTH,
+            shares_device=shares_device,
+        )
+        self._group_size, self._slots = recipe.train.group_size, recipe.engine.slots * recipe.engine.num_engines
+        self._free_since: float | None = None
+        """When the trainer ran out of work."""
+        self._last: float | None = None
+        """When the last version was trained; None before the first."""
+        self._noted_at, self._empty = time.perf_counter(), 0.0
+        """When the load was last noted, and the share of slots that was empty behind a closed gate since."""
+        self._begin_version()
+
+    def _begin_version(self) -> None:
+        self._waited = self._held = 0.0
+        self._latencies: list[float] = []
+        self._queued: int | None = None
+
+    def note_load(self, *, calls: int, is_closed: bool) -> None:
+        """Generate calls that run or wait for a slot from now on, and whether nothing more may be submitted."""
+        now = time.perf_counter()
+        self._held += (now - self._noted_at) * self._empty
+        self._noted_at, self._empty = now, max(0.0, 1 - calls / self._slots) if is_closed else 0.0
+        queued = max(0, calls - self._slots) // self._group_size
+        self._queued = queued if self._queued is None else min(self._queued, queued)
+
+    def completed(self, *, submitted_at: float) -> None:
+        """A group is complete."""
+        self._latencies.append(time.perf_counter() - submitted_at)
+
+    def batch_taken(self, *, wanted_since: float) -> None:
+        """The trainer gets a batch, for which the train loop has waited."""
+        if self._free_since is not None:
+            self._waited += time.perf_counter() - max(self._free_since, wanted_since)
+            self._free_since = None
+
+    def trained(self, *, num_waiting: int, has_next: bool) -> bool:
+        """A version is trained while complete groups wait, not counting the next batch if the trainer has it; returns whether
+        the depth has changed."""
+        now, last = time.perf_counter(), self._last
+        self._last, self._free_since = now, None if has_next else now
+        self._held += (now - self._noted_at) * self._empty
+        self._noted_at = now
+        observation = Observation(
+            seconds=max(now - (last or now), 1e-9),
+            waited=self._waited,
+            held=self._held / max(now - (last or now), 1e-9),
+            left=num_waiting if has_next else 0,
+            queued=self._queued or 0,
+            latency=sum(self._latencies) / max(len(self._latencies), 1),
+        )
+        self._begin_version()
+        return last is not None and self.controller.observe(observation)

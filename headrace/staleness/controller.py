@@ -1,0 +1,282 @@
+"""`max_lag = "auto"`: the least depth of the gate that keeps the trainer busy, found while the run goes on.
+
+The controller is told how each version went and moves the depth, in groups, between 0 and its limit. A change is a trial: it is
+kept if the next versions show that it paid, and otherwise undone and not tried again before the rates change.
+
+- The trainer waited, and engines stood idle behind the gate: raise, to what Little's law asks for. With B groups a version that
+  each take L seconds, and T seconds of training a version, B·L/T groups are in flight on average, and half a batch more just
+  after a batch was taken. Rounded up: rollouts of one length come in whole batches.
+- The trainer did not wait, and groups were left over each time it took a batch: lower, by the fewest that were left.
+- The trainer waited, but engines have more to do than slots: lower, by the fewest that had to queue.
+- The trainer waited, and raising gains nothing (a slow reward, engines that are as fast with fewer): lower as long as versions
+  take no longer.
+- Engines and trainer share a device: take turns (depth 0) if running side by side gains less than 3 %.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+MAX_IDLE = 0.03
+"""Share of its time that the trainer may wait for batches."""
+_FEWEST, _WINDOW = 4, 8
+"""Versions that a decision looks at: at least, and of an unchanged depth at most."""
+_MAX_SETTLING = 4
+"""Versions after a change that a decision does not look at, at most: until what was submitted before it is trained."""
+_WORTH = 0.03
+"""Share by which versions must take less time for a raise to be kept, and may take more time after lowering."""
+_HOPELESS = 1.5
+"""How many times as long two versions after lowering may take before it is undone at once."""
+_FIRST_PAUSE = 16
+"""Versions before a raise that gained nothing is tried again; twice as many after each time."""
+_FORGOTTEN_AFTER = 128
+"""Versions of an unchanged depth after which a lower one is tried again; twice as many after each time."""
+_OTHER_RATES = 0.25
+"""Share by which the time of a version, or half that of a group, must change for what was learned to be forgotten."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """How one version went. `seconds` since the one before it; of these the trainer `waited` for its batch."""
+
+    seconds: float
+    waited: float
+    held: float
+    """The share of the engines' slots that were empty while the gate was closed, averaged over time."""
+    left: int
+    """Complete groups that were left over when the trainer needed its next batch."""
+    queued: int
+    """Groups' worth of generate calls that waited for a slot, at the fewest."""
+    latency: float
+    """Seconds from a group's submission until it was complete, on average."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Several observations in one."""
+
+    idle: float
+    held: float
+    left: int
+    queued: int
+    period: float
+    busy: float
+    latency: float
+
+    @classmethod
+    def of(cls, seen: deque[Observation]) -> _Window:
+        seconds, longest = sum(each.seconds for each in seen), 2 * statistics.median(each.seconds for each in seen)
+        return cls(
+            idle=sum(each.waited for each in seen) / seconds,
+            held=sum(each.held * each.seconds for each in seen) / seconds,
+            left=min(each.left for each in seen),
+            queued=min(each.queued for each in seen),
+            period=statistics.fmean(min(each.seconds, longest) for each in seen),  # one may have been held up by a slow disk
+            busy=statistics.fmean(min(each.seconds - each.waited, longest) for each in seen),
+            latency=statistics.fmean(each.latency for each in seen),
+        )
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A change of depth that must show whether it pays."""
+
+    depth: int
+    """Before it."""
+    seen: _Window
+    """Before it; of several steps down in a row, before the first."""
+    is_raise: bool
+    compares_periods: bool
+    """Not the time that the trainer waits."""
+
+    def pays(self, now: _Window) -> bool:
+        if self.is_raise:
+            is_cured = not self.compares_periods and now.idle <= MAX_IDLE < self.seen.idle
+            return is_cured or self.seen.period / now.period - 1 >= _WORTH
+        if self.seen.idle <= MAX_IDLE and not self.compares_periods:
+            return now.idle <= MAX_IDLE
+        return now.period / self.seen.period - 1 <= _WORTH
+
+
+class LagController:
+    """Chooses the depth of the gate. It knows only what `observe` is told, so tests can simulate it."""
+
+    def __init__(self, *, groups_per_batch: int, limit: int, start: float, shares_device: bool = False) -> None:
+        """`limit` and `start` in versions."""
+        self._batch, self._limit = groups_per_batch, limit * groups_per_batch
+        self._step = max(1, groups_per_batch // 4)
+        self._groups = min(self._limit, round(start * groups_per_batch))
+        self._shares_device, self._has_tried_turns = shares_device, not shares_device
+        self._seen: deque[Observation] = deque(maxlen=_WINDOW)
+        self._unseen = self._settling()
+        self._trial: _Trial | None = None
+        self._slow = 0
+        self._unchanged = self._said = -1
+        self.why = "no version has been measured yet"
+        """Why the depth is what it is."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """The rates are others: what did not pay may pay now."""
+        self._too_low = -1
+        """A depth that is known not to suffice."""
+        self._enough = self._limit + 1
+        """The least that is known to suffice; above the limit if none is."""
+        self._pause, self._wait, self._rest = _FIRST_PAUSE, 0, 0
+        """After a change that gained nothing: versions to wait before the next, and those left before the next up or down."""
+        self._forgotten_after = _FORGOTTEN_AFTER
+        self._has_tried_turns = not self._shares_device or (self._has_tried_turns and self._groups > 0)
+        self._is_sure = True
+        """That the trainer waits, which a settled depth must show twice."""
+        self._settled: _Window | None = None
+        self._descent: _Window | None = None
+
+    @property
+    def depth(self) -> float:
+        """In versions."""
+        return self._groups / self._batch
+
+    def observe(self, observation: Observation) -> bool:
+        """A version is trained; returns whether the depth has changed."""
+        before = self._groups
+        self._wait, self._rest = max(0, self._wait - 1), max(0, self._rest - 1)
+        if self._is_hopeless(observation):
+            assert self._trial is not None
+            self._undo(self._trial, _Window.of(deque([observation])))
+            self._trial = None
+            return True
+        if self._unseen:
+            self._unseen -= 1
+            return False
+        self._seen.append(observation)
+        if len(self._seen) < _FEWEST:
+            return False
+        now, trial = _Window.of(self._seen), self._trial
+        self._trial = None
+        if trial is not None and not trial.pays(now):
+            self._undo(trial, now)
+        elif self._settled is not None and _differ(self._settled, now):
+            self._forget()
+            self._seen.clear()  # it may be of both rates
+        else:
+            self._too_low = max(self._too_low, trial.depth) if trial is not None and trial.is_raise else self._too_low
+            self._decide(now)
+        self._unchanged = self._unchanged + 1 if before == self._groups else 0
+        return before != self._groups
+
+    def _is_hopeless(self, observation: Observation) -> bool:
+        """Two versions of a trial in a row took so long that there is no need to measure more."""
+        trial = self._trial
+        is_slow = trial is not None and not trial.is_raise and observation.seconds > _HOPELESS * trial.seen.period
+        self._slow = self._slow + 1 if is_slow else 0
+        return self._slow == 2
+
+    def news(self) -> str:
+        """What to tell the user now: a depth that has held for a while and is not what was said last, by half a batch."""
+        is_new = self._said < 0 or abs(self._groups - self._said) * 2 >= self._batch
+        if self._trial is not None or self._unchanged < _FEWEST or not is_new:
+            return ""
+        self._said = self._groups
+        return str(self)
+
+    def __str__(self) -> str:
+        return f"depth {self.depth:.2f} versions ({self._groups} groups ahead): {self.why}"
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"groups": self._groups, "too_low": self._too_low, "why": self.why}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The limit may be lower than it was."""
+        self._groups, self._too_low, self.why = min(state["groups"], self._limit), state["too_low"], state["why"]
+        self._unseen = self._settling()
+
+    # Decisions
+
+    def _decide(self, now: _Window) -> None:
+        if self._unchanged == self._forgotten_after:
+            self._too_low, self._unchanged, self._forgotten_after = -1, 0, 2 * self._forgotten_after
+        if not self._has_tried_turns:
+            self._has_tried_turns = True
+            self._move(0 if self._groups else self._batch, now, compares_periods=True)
+            self.why = "trying whether side by side gains anything on a shared device"
+        elif self._shares_device and not self._groups:
+            self.why = f"side by side gains less than {_WORTH:.0%} on a shared device, so engines and trainer take turns"
+        elif now.idle <= MAX_IDLE:
+            self.why = f"the trainer waits {now.idle:.1%} of the time, and less ahead might keep it waiting"
+            self._is_sure = False
+            self._enough = min(self._enough, self._groups)
+            self._lower(now, by=now.left if now.idle <= MAX_IDLE / 2 else 0)
+        elif not self._is_sure:
+            self._is_sure = True
+            self._seen.clear()
+        elif now.held <= MAX_IDLE:
+            self.why = f"the engines bound the run: their slots are full, and the trainer waits {now.idle:.0%} of the time"
+            if not self._lower(now, by=now.queued):
+                self._descend(now)
+        elif self._groups < self._limit and not self._wait:
+            self.why = f"the trainer waited {now.idle:.0%} of the time, and engines were idle behind the gate"
+            little = round(self._batch * (now.latency / max(now.busy, 1e-9) + 0.5))
+            whole = -(-max(self._groups + self._step, min(little, 2 * self._groups + self._batch)) // self._batch) * self._batch
+            is_known = self._groups < self._enough <= self._limit
+            self._move((self._groups + self._enough + 1) // 2 if is_known else whole, now)
+        else:
+            at_limit = "staleness.max_lag_limit is reached" if self._groups == self._limit else "more ahead gains nothing"
+            self.why = f"the trainer waits {now.idle:.0%} of the time; {at_limit}, and less ahead would make versions slower"
+            self._descend(now)
+        if self._trial is None and self._settled is None:
+            self._settled = now
+
+    def _descend(self, now: _Window) -> None:
+        """The trainer waits and raising does not help: something else bounds the run, which may be as fast with less lag."""
+        self._descent = self._descent or now
+        if self._groups - self._too_low > self._step and not self._rest:
+            self._lower(now, by=max(self._step, self._groups // 2), reference=self._descent)
+
+    def _lower(self, now: _Window, *, by: int, reference: _Window | None = None) -> bool:
+        """By so many groups, but at most half-way to what is known not to suffice."""
+        target = max(self._groups - by, (self._groups + self._too_low + 1) // 2)
+        if by <= 0 or self._groups - target < max(1, self._batch // 16):
+            return False
+        self._move(target, reference or now)
+        return True
+
+    def _move(self, groups: int, seen: _Window, *, compares_periods: bool = False) -> None:
+        groups = min(max(groups, 0), self._limit)
+        if groups != self._groups:
+            self._trial = _Trial(self._groups, seen, groups > self._groups, compares_periods)
+            self._set(groups)
+
+    def _undo(self, trial: _Trial, now: _Window) -> None:
+        if trial.is_raise:
+            self._wait, self._pause = self._pause, 2 * self._pause
+            gain = max(0.0, trial.seen.period / now.period - 1)
+            self.why = f"{self._groups / self._batch:.2f} versions ahead would gain {gain:.0%}"
+        else:
+            self._too_low = self._groups
+            self._rest = self._pause
+            self.why = f"with {self._groups / self._batch:.2f} the trainer waited {now.idle:.0%} of the time"
+        self._set(trial.depth)
+
+    def _set(self, groups: int) -> None:
+        before, self._groups = self._groups, groups
+        self._settled = None
+        self._seen.clear()
+        self._unseen = self._settling(before)
+
+    def _settling(self, before: int = 0) -> int:
+        return min(_MAX_SETTLING, 1 + math.ceil(max(before, self._groups) / self._batch))
+
+
+def _differ(before: _Window, now: _Window) -> bool:
+    """Whether engines or trainer have become faster or slower."""
+    shares = [_change(before.period, now.period), _change(before.busy, now.busy), _change(before.latency, now.latency) / 2]
+    return max(shares) > _OTHER_RATES
+
+
+def _change(before: float, now: float) -> float:
+    return max(before, now) / max(min(before, now), 1e-9) - 1
