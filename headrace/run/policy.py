@@ -182,7 +182,7 @@ class PolicyState:
     def _add_group(self, number: int, task: Task, *, indexes: Iterable[int] | None = None) -> GroupInFlight:
         name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # seeds derive from it
         group = GroupInFlight(self.name, name, number, task)
-        self.in_flight.add(group, size=self.recipe.train.group_size, indexes=indexes)
+        self.in_flight.add(group, indexes=range(self.recipe.train.group_size) if indexes is None else indexes)
         return group
 
     # Collecting
