@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+ADAPTERS := .venv-adapters
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-all lint bench vllm clean
+.PHONY: quickstart test test-all lint bench vllm adapters clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,9 +21,10 @@ test: lint
 	$(PYTEST) -m 'not long'
 
 # And the long ones: a real vLLM server, processes killed in many ways, every benchmark whole. Where vLLM is named so, tests that
-# need it fail without it instead of being skipped.
-test-all: test $(VLLM)/.ready
+# need it fail without it instead of being skipped. Then those of environments that need packages of their own.
+test-all: test $(VLLM)/.ready $(ADAPTERS)/.ready
 	HEADRACE_TEST_VLLM=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m long
+	$(ADAPTERS)/bin/python -m pytest tests/envs/test_verifiers.py tests/envs/test_openenv.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -43,8 +45,20 @@ $(VLLM)/.ready: constraints-vllm.txt
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$$version" > "$$site/vllm-$$version.dist-info/METADATA"
 	touch $@
 
+# verifiers and OpenEnv, which need older packages than .venv has: these in an environment of its own, all others from .venv. The
+# last line fails if the tests would be skipped.
+adapters: $(ADAPTERS)/.ready
+
+$(ADAPTERS)/.ready: constraints-adapters.txt $(VENV)/.ready
+	test -x $(ADAPTERS)/bin/python || $(PYTHON) -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-adapters.txt
+	site='import sysconfig; print(sysconfig.get_path("purelib"))' && \
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" > "$$($(ADAPTERS)/bin/python -c "$$site")/headrace.pth"
+	$(ADAPTERS)/bin/python -c 'import verifiers.v1, openenv.core'
+	touch $@
+
 bench: $(VENV)/.ready
 	$(BIN)/headrace bench learn
 
 clean:
-	rm -rf $(VENV) $(VLLM) runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(ADAPTERS) runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -5,6 +5,7 @@ python tools/pictures.py timeline RUN/trace.json docs/timeline.svg --versions 4
 python tools/pictures.py in_flight docs/in_flight.svg        simulates an hour first, as `headrace bench controller` does
 python tools/pictures.py learning OUT.json docs/learning.svg        of `headrace bench trl --json OUT.json`
 python tools/pictures.py lag OUT.json docs/lag.svg                  of `headrace bench lag --json OUT.json`
+python tools/pictures.py presets OUT.json docs/presets.svg          of `headrace bench presets --json OUT.json`
 """
 
 from __future__ import annotations
@@ -168,6 +169,39 @@ def lag(bench: Path) -> str:
     return _chart(lines, title, x=(len(lags) - 1, "{:g}", 1), unit="{:.2f}", most=1, ticks=ticks)
 
 
+def presets(bench: Path) -> str:
+    """Share of the bound against mean lag, a dot for each preset and a panel for each load of `headrace bench presets`."""
+    rows = {row["name"]: {"default": row["value"], **row["peers"]} for row in json.loads(bench.read_text())["rows"]}
+    loads = [name.partition(": ")[0] for name in rows if name.endswith(": share of the bound")]
+    names = list(rows[f"{loads[0]}: share of the bound"])
+    most = max(lag for load in loads for lag in rows[f"{load}: mean lag"].values())
+    left, top, width, height, gap = 50, 40, 280, 240, 30
+    parts = []
+    for place, load in enumerate(loads):
+        x, shares, lags = left + place * (width + gap), rows[f"{load}: share of the bound"], rows[f"{load}: mean lag"]
+        parts += [f'<rect class="track" x="{x}" y="{top}" width="{width}" height="{height}"/>', _text(x, 26, load, "title")]
+        for part in range(5):
+            y = top + height - 0.95 * height * part / 4
+            parts.append(f'<path class="mark" d="M{x} {y:.0f}h{width}"/>')
+            parts.append("" if place else _text(12, y + 4, f"{part / 4:.0%}", "small"))
+        for lag in range(int(most) + 1):
+            parts.append(_text(x + 10 + (width - 30) * lag / most - 3, top + height + 18, str(lag), "small"))
+        for number, name in reversed(list(enumerate(names))):  # ours on top
+            at, y = x + 10 + (width - 30) * lags[name] / most, top + height - 0.95 * height * min(shares[name], 1.0)
+            parts.append(
+                f'<circle class="{"c4" if number == 0 else "c0"}" cx="{at:.1f}" cy="{y:.1f}" r="{4.5 - (number > 0)}"/>'
+            )
+            parts.append(_text(at + 5, y - 4 + 11 * (number % 2), str(number) if number else "default", "small"))
+    at, bottom = left, top + height + 42
+    parts.append(_text(left, bottom, "share of the bound (up) against mean lag in versions (right)", "small"))
+    for number, name in enumerate(names[1:], start=1):
+        if at + 28 + 7 * len(name) > left + len(loads) * (width + gap):
+            at, bottom = left, bottom + 18
+        parts.append(_text(at, bottom + 20, f"{number} {name}", "small"))
+        at += 34 + 7 * len(name)
+    return _svg(left + len(loads) * (width + gap), bottom + 34, parts, "Every preset: share of the bound against mean lag")
+
+
 def _chart(
     lines: dict[str, list[list[tuple[float, float]]]],
     title: str,
@@ -211,16 +245,14 @@ def _svg(width: int, height: int, parts: list[str], title: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=("architecture", "timeline", "in_flight", "learning", "lag"))
+    parser.add_argument("picture", choices=("architecture", "timeline", "in_flight", "learning", "lag", "presets"))
     parser.add_argument("files", nargs="+", type=Path, help="the SVG to write, after the file it is drawn from if there is one")
     parser.add_argument("--versions", type=int, default=4, help="how many versions a timeline shows")
     options = parser.parse_args()
     if options.picture == "timeline":
         picture = timeline(options.files[0], versions=options.versions)
-    elif options.picture == "learning":
-        picture = learning(options.files[0])
-    elif options.picture == "lag":
-        picture = lag(options.files[0])
+    elif options.picture in ("learning", "lag", "presets"):
+        picture = {"learning": learning, "lag": lag, "presets": presets}[options.picture](options.files[0])
     else:
         picture = architecture() if options.picture == "architecture" else in_flight()
     options.files[-1].write_text(picture)

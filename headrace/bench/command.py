@@ -24,6 +24,7 @@ BENCHES = {
     "mismatch": "how far logprobs of engine and trainer differ at other precision, with experts replayed and not",
     "moe": "a mixture of experts in engine and trainer, against a dense model of equal active parameters, and vLLM",
     "lora": "an adapter's cost in decoding and publishing, and logprobs of engine and trainer with one, live and merged",
+    "presets": "every preset on the same work: an emulated cluster against its bound, and the quickstart for a few seconds",
     "step": "whole RL steps, synchronous and asynchronous, against TRL with vLLM",
     "episodes": "episodes of eight turns with slow tools: slots busy, prompt tokens computed, async, sync and TRL's tool loop",
     "trl": "the quickstart with TRL and with Headrace: seconds until it is learned",
@@ -31,14 +32,19 @@ BENCHES = {
 }
 """Each is a module of `headrace.bench` with a `run(*, quick, json_file)`."""
 BENCH_OPTIONS: dict[str, dict[str, Any]] = {
-    "seeds": {"type": int, "help": "lag, learn, trl: number of seeds (default: 5; 3 with --losses and for trl)"},
+    "seeds": {
+        "type": int,
+        "help": "lag, learn, presets, trl: number of seeds (default: 5; 3 with --losses and for trl; 1 for presets)",
+    },
     "steps": {"type": int, "help": "learn: versions to train (default: the recipe's 150, or 10 with --quick)"},
     "losses": {"help": "learn: losses to try on every seed, such as grpo,sapo,algorithm=dapo, or all"},
     "model": {"help": "engine, sync, trl, vllm: a Hugging Face folder to measure with"},
     "device": {"choices": ["auto", "cpu", "cuda"], "help": "partial: where to run (default: auto, a GPU if there is one)"},
     "lengths": {"choices": ["8k", "32k"], "help": "step: measure completions with a long tail up to this many tokens"},
     "slots": {"type": int, "help": "episodes: rollouts decoded at once (default: 256 on a GPU, 32 on a CPU)"},
-    "only": {"help": "lag, lora, sparse, trainer, step: the parts to measure, separated by commas; a wrong name lists them"},
+    "only": {
+        "help": "lag, lora, presets, sparse, trainer, step: the parts to measure, separated by commas; a wrong name lists them"
+    },
 }
 """Options that only some benchmarks have: those their help begins with."""
 

@@ -2,8 +2,8 @@
 
 The four loops run with the real buffer, ledger, scorer, tokenizer and batches around a stub engine and a stub trainer. The
 figure is the CPU time of the launcher's thread, less the stub engine's, per rollout; every rollout goes from submission to
-training. Further rows have what exchanging rollouts with engines costs (the whole stream, and encoding alone), and what the
-launcher keeps of long calls in flight (`controller_in_flight`).
+training. Further rows have what exchanging rollouts with engines costs (the whole stream, and encoding alone), what the
+launcher keeps of long calls in flight (`controller_in_flight`), and what a full buffer costs (`controller_buffer`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.bench.controller_buffer import put_and_take
 from headrace.bench.controller_in_flight import hour, many_calls
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.stubs import COMPLETION, PROMPT, StubStore, StubTrainer, WaveEngine, answer
@@ -47,6 +48,7 @@ _TOKEN = "bench"
 def run(*, quick: bool, json_file: Path | None) -> int:
     """Medians of several runs; `--quick` takes fewer and shorter ones."""
     parts = {"controller": lambda: _measure(quick=quick), "in flight": lambda: _in_flight(quick=quick)}
+    parts["buffer"] = lambda: _buffer(quick=quick)
     return run_parts("controller", parts, quick=quick, json_file=json_file)
 
 
@@ -76,6 +78,18 @@ def _in_flight(*, quick: bool) -> Iterator[list[Row]]:
     yield [
         Row("memory in flight after a simulated hour", now / 1e6, "MB", bound=16 * num_tokens / 1e6),
         Row("against half an hour before", now / then, "×", goal="≤ 1.05"),
+    ]
+
+
+def _buffer(*, quick: bool) -> Iterator[list[Row]]:
+    count, bound = (10_000, 4_000_000) if quick else (100_000, 40_000_000)
+    found = put_and_take(num_episodes=count, max_bytes=None)
+    yield [Row(f"put and take, {count:,} episodes buffered", found["process"], "µs an episode", goal="≤ 100")]
+    spilled = put_and_take(num_episodes=count, max_bytes=bound)
+    yield [
+        Row("the same, nearly all on disk", spilled["process"], "µs an episode", goal="≤ 100"),
+        Row("of that in the event loop", spilled["loop"], "µs an episode"),
+        Row("memory of the buffer then", spilled["bytes"] / 1e6, "MB", bound=bound / 1e6),
     ]
 
 

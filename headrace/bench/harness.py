@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     """Measures, and yields rows as soon as it has some."""
 
 _NOT_JUDGED = ", not judged"
+_MANY = 8  # peers in a table
 T = TypeVar("T")
 
 
@@ -140,6 +141,7 @@ def show(bench: str, rows: Sequence[Row]) -> None:
     """Print the table, with columns for bounds and peers if any row has them."""
     has_bound = any(row.bound is not None for row in rows)
     peers = list(dict.fromkeys(peer for row in rows for peer in row.peers))
+    peers = peers if len(peers) <= _MANY else []  # the JSON file has them
     table = Table(title=f"headrace bench {bench}", title_justify="left")
     for name in ("name", "value", "unit", "goal", *(["bound"] if has_bound else []), *peers):
         table.add_column(name, justify="left" if name in ("name", "unit", "goal") else "right")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.sync import Lineage
 
     AnyRun = TypeVar("AnyRun", bound=Run)
+    OnTokens = Callable[[Increment], None] | None
 
 T = TypeVar("T")
 PROMPT, COMPLETION = 10, 10
@@ -56,7 +57,7 @@ class InstantEngine:
         self._sampled = self._version = 0
         self._lineage = ""
 
-    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+    async def generate(self, rollout: Rollout, sampling: Sampling, *, on_tokens: OnTokens = None) -> Rollout:
         await asyncio.sleep(0)
         self._sampled += self._tokens
         token_ids = np.full(self._tokens, 10 + self._sampled // self._tokens % 7)
@@ -91,8 +92,8 @@ class FrozenEngine(InstantEngine):
         super().__init__()
         self._engine = engine
 
-    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        return await self._engine.generate(rollout, sampling)
+    async def generate(self, rollout: Rollout, sampling: Sampling, *, on_tokens: OnTokens = None) -> Rollout:
+        return await self._engine.generate(rollout, sampling, on_tokens=on_tokens)
 
     async def state(self) -> EngineState:
         return await self._engine.state()
@@ -131,7 +132,7 @@ class WaveEngine(InstantEngine):
                     future.set_result(rollout)
             await asyncio.sleep(0)
 
-    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+    async def generate(self, rollout: Rollout, sampling: Sampling, *, on_tokens: OnTokens = None) -> Rollout:
         future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         self._requests.append((rollout, future))
         self._arrived.set()

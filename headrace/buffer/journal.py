@@ -47,7 +47,7 @@ class Journal:
         self._segments, self._folder, self._say = Segments(folder, max_bytes=max_bytes), folder, say
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal") if in_thread else None
         self._queue: list[Entry] = []
-        self._is_writing = self._is_open = self._is_broken = self._has_said_full = False
+        self.is_writing = self._is_open = self._is_broken = self._has_said_full = False
         self.is_full = False
         """The last entry did not fit."""
         self.on_written: Callable[[int, Place | None], None] = lambda _number, _place: None
@@ -71,13 +71,13 @@ class Journal:
         if self._thread is None:
             queue, self._queue = self._queue, []
             self._finish(self._append(queue))
-        elif not self._is_writing:
+        elif not self.is_writing:
             self._start()
 
     def _start(self) -> None:
         """Hand all that is queued to the thread; `_finish` comes back here while more is queued."""
         assert self._thread is not None
-        queue, self._queue, self._is_writing = self._queue, [], True
+        queue, self._queue, self.is_writing = self._queue, [], True
         loop = asyncio.get_running_loop()
 
         def work() -> None:
@@ -99,7 +99,7 @@ class Journal:
         return written
 
     def _finish(self, written: list[tuple[int, Place | OSError | None]]) -> None:
-        self._is_writing = False
+        self.is_writing = False
         for number, place in written:
             if isinstance(place, OSError):
                 self._give_up(place)

@@ -212,6 +212,12 @@ def _checked(start: Any) -> tuple[Head, int, int]:  # noqa: ANN401  (whatever th
     if not isinstance(start, dict) or start.keys() != names or not isinstance(start["versions"], dict):
         raise WireError("not the head of an entry")
     numbers = [start[name] for name in ("number", "task", "size", "checksum")]
+    numbers += [each for versions in start["versions"].values() for each in (versions if _are_three(versions) else [None])]
     if not all(type(each) is int and each >= 0 for each in numbers):
         raise WireError("not the head of an entry")
     return Head(start["number"], start["task"], start["versions"]), start["size"], start["checksum"]
+
+
+def _are_three(versions: object) -> bool:
+    """Whether they are as many as `Versions` has."""
+    return isinstance(versions, list) and len(versions) == 3

@@ -75,8 +75,8 @@ def show_preset(name: str) -> str:
         lines += ["", "To set besides, where it applies:", *_table(preset.advice, width)]
     placed = (
         f"Orchestration there: {preset.orchestration}; training: {preset.backend}. A preset does not set `orchestrate`: it "
-        f"runs here wherever the recipe and the machine place it, with Headrace's own trainer. In one process (`inline`) weights "
-        f"travel in memory, whatever sync.transport."
+        f"runs here wherever the recipe and the machine place it, with Headrace's own trainer. In one process (`inline`) "
+        f"weights travel in memory, whatever sync.transport."
     )
     return "\n".join([*lines, "", *textwrap.wrap(preset.differs, 110), "", *textwrap.wrap(placed, 110)])
 

@@ -189,8 +189,8 @@ PRESETS: dict[str, Preset] = {
             "partial.interrupt": _KEEP,
             "sync.transport": _COLLECTIVE,
         },
-        differs="Open Instruct queues prompts at the engines ahead of training; here groups wait behind the gate and start when "
-        "it opens. It does not train adapters.",
+        differs="Open Instruct queues prompts at the engines ahead of training; here groups wait behind the gate and start "
+        "when it opens. It does not train adapters.",
     ),
     "roll": Preset(
         orchestration="Ray",

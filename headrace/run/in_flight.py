@@ -58,7 +58,7 @@ class GroupInFlight:
     """With `buffer.unit = "episode"`, without those that are in the buffer already."""
     rewards: list[float] = field(default_factory=list)
     """Unshaped, of the episodes that were scored and have left it."""
-    submitted_at: float = field(default_factory=time.perf_counter)
+    submitted_at: float = field(default_factory=lambda: time.perf_counter())
     is_cancelled: bool = False
     """Removed from the table, though some of its episodes may still be finishing."""
 
@@ -111,9 +111,8 @@ class InFlightTable:
         """What is in flight, as the buffer counts."""
         return len(self.groups) if self._units == 1 else sum(len(group.episodes) for group in self.groups.values())
 
-    def add(self, group: GroupInFlight, *, size: int, indexes: Iterable[int] | None = None) -> None:
-        """`indexes`: only these episodes of it."""
-        group.episodes = [EpisodeInFlight(group, index) for index in (range(size) if indexes is None else indexes)]
+    def add(self, group: GroupInFlight, *, indexes: Iterable[int]) -> None:
+        group.episodes = [EpisodeInFlight(group, index) for index in indexes]
         self.groups[group.name] = group
 
     def leave(self, record: EpisodeInFlight) -> list[EpisodeInFlight]:

@@ -26,7 +26,8 @@ from headrace.run.ledger import Ledger
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
 from headrace.run.pace import Pace
 from headrace.run.recovered import RecoveredGroups
-from headrace.staleness import Rejection, groups_ahead, is_automatic, make_gate
+from headrace.run.retries import Retries
+from headrace.staleness import LengthBias, Rejection, groups_ahead, is_automatic, make_gate
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
@@ -103,6 +104,8 @@ class PolicyState:
         self._num_dropped = 0
         """Groups, or with `buffer.unit = "episode"` episodes, that will never be trained."""
         self._dropped_in_a_row = 0
+        self.retries = Retries()
+        self.lengths = LengthBias()
         self.filtered: list[float] = []
         """Mean rewards of the groups that `[filter]` dropped since the last batch was taken."""
         self.num_retried = 0
@@ -156,6 +159,10 @@ class PolicyState:
         counts = {"submitted": self.submitted_groups, "dropped": self.dropped_groups, "unfinished": unfinished}
         return self.gate.is_open(version=self.held_version, **counts)
 
+    def next_task(self) -> Task:
+        """For the next group: one that was rejected, or another."""
+        return self.retries.next_task(self.submitted_groups) or self._tasks.next()
+
     def submit(self, task: Task) -> list[EpisodeInFlight]:
         """Add a new group and return its episodes, but those that the journal has."""
         group = self._add_group(self.submitted_groups, task)
@@ -175,7 +182,7 @@ class PolicyState:
     def _add_group(self, number: int, task: Task, *, indexes: Iterable[int] | None = None) -> GroupInFlight:
         name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # seeds derive from it
         group = GroupInFlight(self.name, name, number, task)
-        self.in_flight.add(group, size=self.recipe.train.group_size, indexes=indexes)
+        self.in_flight.add(group, indexes=range(self.recipe.train.group_size) if indexes is None else indexes)
         return group
 
     # Collecting
@@ -204,9 +211,12 @@ class PolicyState:
         scored = tuple(member for member in ended if isinstance(member.outcome, Scored))
         complete = Group(self.in_flight.number(record), scored, group.task.source, group.task.index)
         group.rewards += complete.unshaped_rewards
+        self.lengths.ended(complete.number, [num_sampled([member]) for member in ended])
         if group.name not in self.in_flight.groups:
             self._tasks.report(group.number, group.task, group.rewards)
         if len(scored) >= self.recipe.train.fewest_siblings:
+            if self.recipe.staleness.retries:
+                self.retries.keep(complete.number, group.task)
             unscored = tuple(member for member in ended if not isinstance(member.outcome, Scored))
             entry = Entry(complete, group.task_fingerprint, unscored) if self.buffer.journal else None
             self._put(complete, entry=entry, place=place)
@@ -251,10 +261,14 @@ class PolicyState:
 
     def _reject(self, group: Group, reason: str) -> None:
         self.ledger.settle("rejected", group.num_episodes, reason=reason)
+        if self.recipe.staleness.retries:
+            self.retries.add(group.number)
         self._drop(group.number, group.num_sampled)
 
     def _drop(self, number: int, wasted_tokens: int, *, count: int = 1) -> None:
         self.buffer.drop(number)
+        self.lengths.dropped(number)
+        self.retries.forget(number)
         self._num_dropped += count
         self.wasted_tokens += wasted_tokens
         self._room.set()
@@ -270,6 +284,12 @@ class PolicyState:
                 self._reject(group, reason)
         self._filter()
 
+    def staleness_metrics(self) -> dict[str, float]:
+        """How far submission runs ahead, tasks submitted again, and whether long rollouts are trained as often as short."""
+        depth = {} if self.gate.depth is None else {"staleness/depth": self.gate.depth}
+        resubmitted = {"staleness/resubmitted": self.retries.num_resubmitted} if self.recipe.staleness.retries else {}
+        return {**depth, **resubmitted, **self.lengths.metrics()}
+
     async def cancel_over_age(self, version: int) -> None:
         """With `partial.cancel`, after taking the batch of `version`: cancel groups too old for every later one."""
         if self.recipe.partial.cancels and version + 1 < self.recipe.steps:
@@ -283,7 +303,11 @@ class PolicyState:
         group = self.in_flight.cancel(name)
         self._tasks.report(group.number, group.task, group.rewards)
         self.ledger.settle("rejected", len(group.episodes), reason="lag, cancelled in flight")
-        self._drop(group.number, tokens, count=1 if self._units == 1 else len(group.episodes))
+        if self.recipe.staleness.retries:
+            self.retries.add(group.number, group.task)
+        self.lengths.cancelled([tokens // len(group.episodes)] * len(group.episodes))
+        first = self.in_flight.number(group.episodes[0])  # none of its numbers is in the buffer
+        self._drop(first, tokens, count=1 if self._units == 1 else len(group.episodes))
         self._filter()
 
     # Training
@@ -343,6 +367,9 @@ class PolicyState:
         self.term_weights = started.following or self.term_weights
         self._dropped_in_a_row = 0
         self.started.remove(started)
+        for group in started.groups:
+            self.lengths.trained(group.number)
+            self.retries.forget(group.number)
         self.ledger.settle("trained", sum(group.num_episodes for group in started.groups))
         self.ledger.check()
         if self.pace is not None and self.pace.trained(
@@ -379,6 +406,7 @@ class PolicyState:
             "submitted_groups": self.submitted_groups,
             "dropped_groups": self._num_dropped,
             "in_flight": [[group.number, *dataclasses.astuple(group.task)] for group in self.in_flight.groups.values()],
+            "retries": self.retries.state(),
             "siblings": {
                 str(group.number): [[record.index for record in group.episodes], group.rewards]
                 for group in self.in_flight.groups.values()
@@ -398,9 +426,12 @@ class PolicyState:
         self.term_weights = TermWeights(*manifest["term_weights"])
         self.submitted_groups, self._num_dropped = manifest["submitted_groups"], manifest["dropped_groups"]
         self.filtered = manifest["filtered"]
+        self.retries.restore(manifest["retries"])
         self.ledger.restore(manifest["ledger"])
         await self.recovered.find()
         for group in checkpoint.buffered():
+            if self.recipe.staleness.retries:
+                self.retries.keep(group.number, Task(group.episodes[0].task, group.source, group.index))
             self.buffer.put(group, place=self.recovered.place(group))
         waiting = list[GroupInFlight]()
         for number, *task in manifest["in_flight"]:
@@ -413,18 +444,18 @@ class PolicyState:
         self.wasted_tokens += self.in_flight.restore(
             checkpoint.in_flight(), version=self.version, lineage=self.lineage, rejection=self.rejection
         )
-        if self.pace is not None and manifest.get("lag_controller"):
+        if self.pace is not None and manifest["lag_controller"]:
             self.pace.controller.restore(manifest["lag_controller"])
             self.renew_gate()
 
     def _keep_recovered(self) -> None:
         """Of what the journal has, keep what this run has still to submit or has in flight, and may train."""
         due = {self.in_flight.number(record) for record in self.in_flight.episodes()}
-        first = self.submitted_groups * self._units
+        first, rejection = self.submitted_groups * self._units, self.rejection
 
         def is_wanted(group: Group) -> bool:
             is_due = group.number >= first or group.number in due
-            return is_due and self.rejection.reason(group, version=self.version, lineage=self.lineage) is None
+            return is_due and rejection.reason(group, version=self.version, lineage=self.lineage) is None
 
         self.recovered.keep(is_wanted)
 

@@ -131,8 +131,7 @@ class Session:
     def _on_trained(self, policy: PolicyState, started: StartedBatch) -> None:
         before, self._counts = self._counts, policy.ledger.counts()
         started.settled = settled_shares(before, self._counts)
-        if policy.gate.depth is not None:
-            started.settled["staleness/depth"] = policy.gate.depth
+        started.settled |= policy.staleness_metrics()
         if policy.pace is not None and (news := policy.pace.controller.news()):
             self.observer.screen.say(f"max_lag    {news}")
         self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in started.seen)
@@ -333,6 +332,7 @@ class Session:
             },
             "skipped_steps": progress.skipped_steps,
             "accounting": policy.ledger.counts(),
+            "groups_from_journal": policy.recovered.num_used,
             "dropped_because": dict(policy.ledger.reasons),
             "time_budget": budget,
             "occupancy": self.observer.occupancy,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         make_gate,
         max_untrained_groups,
     )
+    from headrace.staleness.lengths import LengthBias
     from headrace.staleness.reject import Rejection
     from headrace.staleness.settings import StalenessSettings, check_correction, check_staleness, corrections_of
 else:

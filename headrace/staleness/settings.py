@@ -43,7 +43,7 @@ class StalenessSettings:
     `first` sampled token, or by the versions that passed while they were `in_flight`, without their time in the queue;
     `never`: none."""
     rejected: Literal["refill", "retry"] = "refill"
-    """What is submitted in place of a rejected group: another task, or the same again, three times at most."""
+    """What is submitted in place of a rejected group: another task, or the same again, up to three times in all."""
     correct: tuple[
         Literal[
             "none",
@@ -149,6 +149,9 @@ def check_staleness(recipe: Recipe) -> None:
         )
     if staleness.slots * groups < 1:
         raise ConfigError(f"staleness.slots = {staleness.slots:g}: no group has room in that share of a batch of {groups}")
+    if staleness.retries and recipe.buffer.is_by_episode:
+        given = f"staleness.rejected = '{staleness.rejected}'"
+        raise ConfigError(f"{given}: a task is submitted as a group; set buffer.unit = 'group', or rejected = 'refill'")
     if staleness.retries and not staleness.rejects:
         raise ConfigError(
             f"staleness.rejected = '{staleness.rejected}': nothing is rejected with reject = '{staleness.reject}'"

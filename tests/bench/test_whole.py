@@ -80,6 +80,15 @@ def test_overlap(tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_presets(tmp_path) -> None:
+    rows = run_bench(tmp_path, "presets")
+    for load in ("trainer-bound", "engine-bound", "long tail"):
+        assert rows[f"{load}: share of the bound"]["value"] > rows[f"{load}: share of the bound"]["peers"]["trl"] > 0
+        assert rows[f"{load}: mean lag"]["value"] > rows[f"{load}: mean lag"]["peers"]["trl"] == 0
+    assert rows["quickstart: tokens/s"]["value"] > 0 and rows["quickstart: tokens/s"]["peers"].keys() == {"trl"}
+
+
+@pytest.mark.long
 def test_sync(tmp_path) -> None:
     rows = run_bench(tmp_path, "sync")
     for transport in ("shared_memory", "files", "http", "collective"):

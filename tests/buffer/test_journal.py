@@ -304,9 +304,13 @@ def kill(folder: Path, monkeypatch, *, at: int, seen: Seen, **settings: Any) -> 
         small_run(folder, callbacks=[seen], **settings)
 
 
-@pytest.mark.parametrize("unit", ["group", pytest.param("episode", marks=pytest.mark.long)])
-def test_what_was_scored_since_the_checkpoint_is_not_generated_again(tmp_path, monkeypatch, generated, unit, capsys) -> None:
-    settings = {**SETTINGS, "buffer": {"journal_gb": 0.1, "unit": unit}, "train": {"advantage": "global"}}
+@pytest.mark.parametrize(
+    "buffer",
+    [{}, pytest.param({"unit": "episode"}, marks=pytest.mark.long), pytest.param({"max_gb": 1e-5}, marks=pytest.mark.long)],
+    ids=str,
+)
+def test_what_was_scored_since_the_checkpoint_is_not_generated_again(tmp_path, monkeypatch, generated, buffer, capsys) -> None:
+    settings = {**SETTINGS, "buffer": {"journal_gb": 0.1, **buffer}, "train": {"advantage": "global"}}
     before, after = Seen(), Seen()
     kill(tmp_path / "run", monkeypatch, at=3, seen=before, **settings)
     shutil.copytree(tmp_path / "run", tmp_path / "without")
@@ -379,15 +383,18 @@ def test_a_damaged_journal_costs_what_is_damaged_and_the_run_is_resumed(killed, 
     assert ("bytes in" in capsys.readouterr().out) == (harm != "task")
 
 
-def test_a_run_that_spills_trains_every_group_once(tmp_path) -> None:
+def test_a_run_that_spills_trains_every_group_once(tmp_path, monkeypatch) -> None:
     """A buffer of a few kB: nearly all that waits is on disk, also when checkpoints are written."""
-    seen = Seen()
-    settings = {**SETTINGS, "staleness": {"max_lag": 4}, "buffer": {"journal_gb": 0.1, "max_gb": 6e-5}}
+    seen, num_read, original = Seen(), list[int](), Segments.read
+    monkeypatch.setattr(Segments, "read", lambda self, place: num_read.append(1) or original(self, place))
+    settings = {**SETTINGS, "staleness": {"max_lag": 4}, "buffer": {"journal_gb": 0.1, "max_gb": 1e-5}}
     result = small_run(tmp_path / "run", callbacks=[seen], **settings)
     ids = [episode.id for batch in seen.batches for group in batch for episode in group.episodes]
     assert len(ids) == len(set(ids)) == 6 * 16 and closes(result.summary)
+    assert len(num_read) > 6 * 4 / 2, "more than half of the groups, and some for checkpoints"
 
 
+@pytest.mark.long
 def test_unscored_episodes_of_a_group_are_counted_once_more(tmp_path, monkeypatch) -> None:
     def flaky(prompt: str, completion: str, answer: str, **_: object) -> float | None:
         return None if (len(completion) + int(answer)) % 4 == 0 else 1.0 / (1 + len(completion))
@@ -405,3 +412,41 @@ def test_an_aborted_episode_is_in_the_entry(tmp_path: Path, said: list[str]) -> 
     journal.write(Entry(group, 7, (lost,)))
     ((_, place),) = journal.recover().values()
     assert journal.read(place)[-1].outcome == InfraAbort("dead worker")
+
+
+FAULTS: dict[str, tuple[dict[str, float], str]] = {
+    "damaged": ({"journal_gb": 0.1, "max_gb": 1e-5}, ""),
+    "full journal": ({"journal_gb": 3e-5}, "journal    full"),
+    "full disk": ({"journal_gb": 0.1, "max_gb": 1e-5}, "No space left on device"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_disk_while_a_run_goes_on_loses_nothing_else(tmp_path, monkeypatch, capsys, fault: str) -> None:
+    """Without a checkpoint that would make room in the journal."""
+    buffer, words = FAULTS[fault]
+    seen, num_calls = Seen(), {"read": 0, "append": 0}
+    read, append = Segments.read, Segments.append
+
+    def reading(self: Segments, place: Any) -> list[Episode]:
+        num_calls["read"] += 1
+        if fault == "damaged" and num_calls["read"] in (2, 5):
+            raise JournalError("a changed byte")
+        return read(self, place)
+
+    def appending(self: Segments, *arguments: Any) -> Any:
+        num_calls["append"] += 1
+        if fault == "full disk" and num_calls["append"] > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return append(self, *arguments)
+
+    monkeypatch.setattr(Segments, "read", reading)
+    monkeypatch.setattr(Segments, "append", appending)
+    settings = {**SETTINGS, "buffer": buffer, "checkpoint": {"every": 10}, "staleness": {"max_lag": 4}}
+    result = small_run(tmp_path / "run", callbacks=[seen], quiet=False, **settings)
+    ids = [episode.id for batch in seen.batches for group in batch for episode in group.episodes]
+    assert len(ids) == len(set(ids)) == 6 * 16 and closes(result.summary)
+    assert result.summary["accounting"]["failed"] == (8 if fault == "damaged" else 0)
+    said = capsys.readouterr().out
+    assert said.count(words or "journal    ") == bool(words)
+    assert num_calls["read"] or fault == "full journal"

@@ -224,6 +224,26 @@ def test_a_killed_launcher_leaves_nothing_either(tmp_path):
     check_finished(resumed, resumed.finish())
 
 
+@pytest.mark.long
+def test_what_a_killed_launcher_had_scored_is_in_the_journal(tmp_path):
+    """Killed several times, between two checkpoints: what it had scored with weights of the last one is used."""
+    settings = ("--buffer.journal_gb=0.1", "--staleness.max_lag=4", "--buffer.max_gb=2e-5")
+    run = start(tmp_path, *settings)
+    for version in (5, 9, 14):
+        run.wait_for_version(version)
+        run.process.kill()
+        run.process.wait()
+        assert list((run.folder / "journal").iterdir())
+        run = again(run)
+    output = run.finish()
+    assert run.process.returncode == 0 and "groups in the journal that need not be generated again" in output, output
+    summary, rows = run.summary, read_metrics(run.folder / "metrics.jsonl")
+    assert summary["status"] == "finished" and books_close(summary) and summary["accounting"]["failed"] == 0
+    assert summary["groups_from_journal"] > 0 and [row["version"] for row in rows] == list(range(1, summary["steps"] + 1))
+    assert max(row["train/mismatch_max"] for row in rows) < 1e-4 and max(row["lag_max"] for row in rows) <= 4
+    assert not (run.folder / "journal").exists()
+
+
 def test_stopped_while_it_starts_it_leaves_nothing(tmp_path):
     run = start(tmp_path)
     assert wait_until(lambda: len(run.roles()) == 2)

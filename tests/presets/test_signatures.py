@@ -78,7 +78,7 @@ def test_slime_stops_when_a_batch_is_whole_and_recycles_the_partials(tmp_path, m
     assert watched.spanning and all(map(has_resumed, watched.spanning)) and not watched.reasons, "no partial is lost"
 
 
-def test_miles_retracts_and_counts_samples_and_retries_what_is_stale(tmp_path, monkeypatch):
+def test_miles_retracts_and_counts_samples(tmp_path, monkeypatch):
     retract, retracted = EngineCore.retract_running, []
     monkeypatch.setattr(EngineCore, "retract_running", lambda self: (retracted.append(self.num_running), retract(self))[1])
     watched = run_preset("miles", tmp_path, monkeypatch)
@@ -86,7 +86,7 @@ def test_miles_retracts_and_counts_samples_and_retries_what_is_stale(tmp_path, m
     watched = simulate("miles", monkeypatch, staleness={"max_lag": 1}, buffer={"depth": 1})
     assert max(each.unfinished for each in watched.submissions) == 2 * GROUPS * SIBLINGS
     assert any(each.running > 2 * GROUPS for each in watched.submissions), "the ended of a group leave their slots to others"
-    assert watched.reasons["rejected: lag"] > 0 and watched.num_retried > 0
+    assert watched.reasons["rejected: lag"] > 0
 
 
 def test_miles_replays_the_routing_that_the_engine_recorded(tmp_path, monkeypatch):
@@ -288,7 +288,7 @@ def test_pipelinerl_changes_versions_inside_a_rollout_without_a_pause(tmp_path, 
 
 
 def test_pipelinerl_never_stops_generating_for_a_slow_trainer(monkeypatch):
-    watched = simulate("pipelinerl", monkeypatch, step_turns=200)
+    watched = simulate("pipelinerl", monkeypatch, step_turns=60, steps=10)
     assert watched.reasons.keys() == {"rejected: overwritten"}, "the oldest make room for the newest"
     assert max(each.waiting for each in watched.submissions) == 2 * GROUPS
     assert max(each.ahead for each in watched.submissions) > 5 * GROUPS, "nothing counts how far it is ahead"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from headrace.staleness.controller import Observation
 from headrace.staleness.gate import DepthGate
+from headrace.staleness.lengths import LengthBias
 
 if TYPE_CHECKING:
     from headrace.staleness.controller import LagController
@@ -50,6 +51,8 @@ class Pipeline:
     """Groups generated a second by a processor that all in flight share; 0: each has its own."""
     shares_device: bool = False
     """Engines and trainer each go at half speed while both work."""
+    reject: int | None = None
+    """The most versions between a group's submission and its training; older groups are dropped when a batch is made."""
     seed: int = 0
 
     gate: DepthGate = field(init=False, repr=False)
@@ -62,6 +65,9 @@ class Pipeline:
     ahead: list[Simulated] | None = field(default=None, init=False)
     training: float = field(default=-1.0, init=False)
     """Seconds of training left; negative while the trainer waits."""
+    dropped: int = field(default=0, init=False)
+    bias: LengthBias = field(default_factory=LengthBias, init=False)
+    trained: set[int] = field(default_factory=set, init=False)
     lags: list[float] = field(default_factory=list, init=False)
     """Mean lag of each version."""
     idle: list[float] = field(default_factory=list, init=False)
@@ -108,7 +114,7 @@ class Pipeline:
         """Whether a version was trained by then."""
         self.now += STEP
         before = self.version
-        while self.gate.is_open(version=self.version, submitted=self.submitted, dropped=0):
+        while self.gate.is_open(version=self.version, submitted=self.submitted, dropped=self.dropped):
             length = self.random.lognormvariate(-(self.sigma**2) / 2, self.sigma)
             group = Simulated(self.submitted, self.version, self.now, self.generate * length, length, self.reward)
             self.in_flight.append(group)
@@ -128,6 +134,10 @@ class Pipeline:
         self.scoring = [group for group in self.scoring if group.reward > 0]
         self.buffered += done
         self._latencies += [self.now - group.at for group in done]
+        for group in done:
+            self.bias.ended(group.number, [round(1000 * group.length)])
+        if self.ahead is None:
+            self._drop_old()
         if self.ahead is None and len(self.buffered) >= self.batch:
             self.ahead = [self.buffered.popleft() for _ in range(self.batch)]
         if self.training >= 0:
@@ -138,5 +148,16 @@ class Pipeline:
             self.version += 1
         if self.training < 0 and self.ahead is not None:
             self.lags.append(sum(self.version - group.version for group in self.ahead) / self.batch)
+            for group in self.ahead:
+                self.bias.trained(group.number)
+                self.trained.add(group.number)
             self.training, self.ahead = self.train - STEP, None
         return self.version > before
+
+    def _drop_old(self) -> None:
+        is_old = [self.reject is not None and self.version - group.version > self.reject for group in self.buffered]
+        for group, old in zip(self.buffered, is_old, strict=True):
+            if old:
+                self.bias.dropped(group.number)
+        self.dropped += sum(is_old)
+        self.buffered = deque(group for group, old in zip(self.buffered, is_old, strict=True) if not old)
