@@ -5,14 +5,10 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from headrace.staleness.controller import Observation
+from headrace.staleness.controller import LagController, Observation
 from headrace.staleness.gate import DepthGate
 from headrace.staleness.lengths import LengthBias
-
-if TYPE_CHECKING:
-    from headrace.staleness.controller import LagController
 
 STEP = 0.02
 """Seconds between two looks at the clock."""
@@ -161,3 +157,26 @@ class Pipeline:
                 self.bias.dropped(group.number)
         self.dropped += sum(is_old)
         self.buffered = deque(group for group, old in zip(self.buffered, is_old, strict=True) if not old)
+
+
+def main() -> None:
+    """Print the table of docs/staleness.md: what each gate and rejection does to the lengths that are trained."""
+    ways = {
+        "depth 1, reject at 1": (1, 1.0),
+        "depth 2, reject at 2": (2, 2.0),
+        "depth 8, reject at 2": (2, 8.0),
+        "auto": (8, None),
+    }
+    for way, (reject, depth) in ways.items():
+        for seed in range(3):
+            pipeline = Pipeline(sigma=1.0, seed=seed, reject=reject)
+            controller = LagController(groups_per_batch=pipeline.batch, limit=8, start=1.0) if depth is None else None
+            pipeline.run(controller, versions=150, depth=depth or 1.0)
+            seen = {name: value for name, value in pipeline.bias.metrics().items() if "ratio" in name}
+            seen |= {"dropped": pipeline.dropped / pipeline.submitted, "idle": sum(pipeline.idle[-50:]) / 50}
+            seen |= {"lag": sum(pipeline.lags[-50:]) / 50, "depth": pipeline.depths[-1]}
+            print(f"{way}, seed {seed}: " + ", ".join(f"{name} {value:.3f}" for name, value in seen.items()))
+
+
+if __name__ == "__main__":
+    main()
