@@ -86,7 +86,7 @@ PRESETS: dict[str, Preset] = {
         orchestration="asyncio",
         backend="Unsloth, torchtune, Megatron",
         settings={
-            "lora.rank": (8, "ART trains an adapter; its default rank"),
+            "lora.rank": (8, "ART trains an adapter"),
             "lora.alpha": (16.0, "twice the rank"),
             "buffer.kind": ("resizable", "the queue is resized as workers are tuned"),
             "staleness.max_lag": ("auto", "workers and queue tune themselves"),
@@ -147,7 +147,7 @@ PRESETS: dict[str, Preset] = {
         backend="FSDP, Megatron",
         settings={
             "buffer.kind": ("stream", "the capacity alone bounds what waits"),
-            "staleness.max_lag": (4, "η, its max_head_offpolicyness"),
+            "staleness.max_lag": (4, "η, its max_head_offpolicyness, which a run sets"),
             "staleness.gate": ("depth", "the capacity (η + version + 1)·B − accepted − running is the same count"),
             "staleness.reject": _NO_DROPS,
             "train.loss": ("decoupled_ppo", "the importance weight is apart from the clipped ratio"),
@@ -207,8 +207,8 @@ PRESETS: dict[str, Preset] = {
             "sync.transport": _COLLECTIVE,
         },
         advice={"train.loss": "topr, cispo, kimi, ppo or grpo: its other off-policy losses"},
-        differs="ROLL schedules environments one by one and expires samples; here a group expires as a whole, because its "
-        "siblings are compared.",
+        differs="ROLL's guide takes whole ratios, and its examples 1; 1.5 shows the fraction. It schedules environments "
+        "one by one and expires samples; here a group expires as a whole, because its siblings are compared.",
     ),
     "tunix": Preset(
         orchestration="threads",
@@ -249,7 +249,7 @@ PRESETS: dict[str, Preset] = {
             "staleness.gate": _GATE,
             "staleness.reject": _TOKEN_AGE,
             "staleness.correct": ("tis", "importance weights, which it requires of asynchronous runs"),
-            "partial.interrupt": ("keep", "in-flight weight updates"),
+            "partial.interrupt": ("keep", "in-flight weight updates, which its default has off"),
             "sync.transport": _COLLECTIVE,
         },
         advice={

@@ -217,7 +217,7 @@ class LagController:
         elif now.held <= MAX_IDLE:
             self.why = f"the engines bound the run: their slots are full, and the trainer waits {now.idle:.0%} of the time"
             if not self._lower(now, by=now.queued):
-                self._descend(now)
+                self._descend(now, by=self._step)  # full slots: little is to be expected
         elif self._groups < self._limit and not self._wait:
             self.why = f"the trainer waited {now.idle:.0%} of the time, and engines were idle behind the gate"
             little = round(self._batch * (now.latency / max(now.busy, 1e-9) + 0.5))
@@ -231,11 +231,11 @@ class LagController:
         if self._trial is None and self._settled is None:
             self._settled = now
 
-    def _descend(self, now: _Window) -> None:
+    def _descend(self, now: _Window, *, by: int = 0) -> None:
         """The trainer waits and raising does not help: something else bounds the run, which may be as fast with less lag."""
         self._descent = self._descent or now
         if self._groups - self._too_low > self._step and not self._rest:
-            self._lower(now, by=max(self._step, self._groups // 2), reference=self._descent)
+            self._lower(now, by=by or max(self._step, self._groups // 2), reference=self._descent)
 
     def _lower(self, now: _Window, *, by: int, reference: _Window | None = None) -> bool:
         """By so many groups, but at most half-way to what is known not to suffice."""
