@@ -11,8 +11,8 @@ from headrace.buffer import buffer_policy
 if TYPE_CHECKING:
     from headrace.config import Recipe
 
-START_DEPTH = 1.0
-"""Of the gate when `staleness.max_lag = "auto"` begins: one batch ahead."""
+START_DEPTH = 2.0
+"""Of the gate when `staleness.max_lag = "auto"` begins: one batch in flight while one waits."""
 
 
 class Gate(Protocol):

@@ -44,6 +44,7 @@ def test_every_goal_is_judged_but_by_quick(monkeypatch, tmp_path, capsys, value:
     monkeypatch.setattr(controller, "many_calls", lambda **_: {"milliseconds": 1.0, "bytes_per_token": 15.0, "report": 1.0})
     monkeypatch.setattr(controller, "hour", lambda **_: [[second, 1000.0, 15_000.0] for second in range(4)])
     monkeypatch.setattr(controller, "encoding_rows", lambda **_: [Row("wire", wire, "µs", goal="≤ 8")])
+    monkeypatch.setattr(controller, "put_and_take", lambda **_: {"loop": 1.0, "process": 99.0, "bytes": 1.0})
 
     def run(*arguments: str) -> tuple[int, list[str]]:
         with pytest.raises(SystemExit) as ended:
@@ -51,11 +52,11 @@ def test_every_goal_is_judged_but_by_quick(monkeypatch, tmp_path, capsys, value:
         rows = json.loads((tmp_path / "out.json").read_text())["rows"]
         return ended.value.code, [row["goal"] for row in rows if row["goal"]]
 
-    assert run() == (status, ["≤ 100", "≤ 8", "≤ 50", "≤ 16", "≤ 1.05"])
+    assert run() == (status, ["≤ 100", "≤ 8", "≤ 50", "≤ 16", "≤ 1.05", "≤ 100", "≤ 100"])
     assert ("missed" in capsys.readouterr().out) == bool(status)
     assert run("--quick")[0] == 0
     said = capsys.readouterr().out
-    assert said.count("not judged") == 5 and "missed" not in said
+    assert said.count("not judged") == 7 and "missed" not in said
 
 
 def test_calls_in_flight_are_grown_asked_for_and_weighed() -> None:
@@ -74,7 +75,7 @@ def test_memory_in_flight_does_not_grow_over_a_simulated_hour(monkeypatch) -> No
     assert second < 1.05 * first, "no more in the last third than in the one before"
 
 
-def test_only_learn_has_seeds(capsys) -> None:
+def test_a_benchmark_without_seeds_refuses_them(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "controller", "--seeds=3"])
-    assert ended.value.code == 2 and "only `headrace bench learn or trl` has seeds" in capsys.readouterr().err
+    assert ended.value.code == 2 and "only `headrace bench lag or learn or presets or trl` has seeds" in capsys.readouterr().err

@@ -366,7 +366,7 @@ def test_what_was_measured_before_a_failure_is_not_lost(monkeypatch, tmp_path, c
     ("arguments", "message"),
     [
         (["controller", "--model", "."], "only `headrace bench engine or sync or trl or vllm` has model"),
-        (["engine", "--seeds", "3"], "only `headrace bench learn or trl` has seeds"),
+        (["engine", "--seeds", "3"], "only `headrace bench lag or learn or presets or trl` has seeds"),
         (["engine", "--model", "no/such/folder"], "--model = no/such/folder: the folder does not exist"),
     ],
 )

@@ -64,9 +64,9 @@ def test_every_gate_is_made_and_described(name: str) -> None:
     assert turns.depth == 0, "engines and trainer take turns whatever the gate"
 
 
-def test_auto_starts_one_batch_ahead_and_is_bounded_by_its_limit() -> None:
+def test_auto_starts_two_batches_ahead_and_is_bounded_by_its_limit() -> None:
     recipe = make_recipe({"staleness.max_lag_limit": 4})
-    assert (make_gate(recipe).depth, make_gate(recipe, depth=2.5).depth, recipe.max_lag) == (1, 2.5, 4)
+    assert (make_gate(recipe).depth, make_gate(recipe, depth=2.5).depth, recipe.max_lag) == (2, 2.5, 4)
     inline = make_recipe({"orchestrate": "inline"})
     assert make_gate(inline).depth == inline.max_lag == 1
     (said,) = [row for row in inline.derivation() if row.startswith("gate")]
