@@ -186,12 +186,17 @@ def presets(bench: Path) -> str:
             parts.append("" if place else _text(12, y + 4, f"{part / 4:.0%}", "small"))
         for lag in range(int(most) + 1):
             parts.append(_text(x + 10 + (width - 30) * lag / most - 3, top + height + 18, str(lag), "small"))
+        spots: dict[tuple[float, float], list[int]] = {}
         for number, name in reversed(list(enumerate(names))):  # ours on top
             at, y = x + 10 + (width - 30) * lags[name] / most, top + height - 0.95 * height * min(shares[name], 1.0)
             parts.append(
                 f'<circle class="{"c4" if number == 0 else "c0"}" cx="{at:.1f}" cy="{y:.1f}" r="{4.5 - (number > 0)}"/>'
             )
-            parts.append(_text(at + 5, y - 4 + 11 * (number % 2), str(number) if number else "default", "small"))
+            near = ((px, py) for px, py in spots if abs(px - at) < 16 and abs(py - y) < 9)
+            spots.setdefault(next(near, (at, y)) if number else (at - 50, y - 6), []).append(number)
+        for (at, y), numbers in spots.items():  # one label for dots that lie close together
+            label = ", ".join(str(each) for each in sorted(numbers)) if any(numbers) else "default"
+            parts.append(_text(min(at + 6, x + width - 6 * len(label)), y + 14, label, "small"))
     at, bottom = left, top + height + 42
     parts.append(_text(left, bottom, "share of the bound (up) against mean lag in versions (right)", "small"))
     for number, name in enumerate(names[1:], start=1):
