@@ -169,7 +169,7 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
 
     table = InFlightTable(Engine())  # type: ignore[arg-type]
     for number, name in enumerate(("young", "grown", "unknown", "scored", "invalid", "unscored", "failed", "resumed", "empty")):
-        table.add(GroupInFlight("policy", name, number, Task({})), size=2)
+        table.add(GroupInFlight("policy", name, number, Task({})), indexes=range(2))
     outcomes = {"scored/0": Scored(1.0), "scored/1": Invalid("no answer"), "invalid/0": Invalid("no answer")}
     for id, outcome in {**outcomes, "unscored/0": None, "failed/0": InfraAbort("")}.items():
         table.groups[id[:-2]].episodes[int(id[-1])].ended = episode(id, 3, outcome)
