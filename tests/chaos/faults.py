@@ -36,6 +36,8 @@ group_size = 4
 learning_rate = 1e-3
 [engine]
 slots = 16
+[staleness]
+max_lag = 1
 [checkpoint]
 every = 4
 [observe]
