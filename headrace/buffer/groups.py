@@ -217,7 +217,7 @@ class GroupBuffer:
         """`entry`: what to write to the journal, unless it is there already, at `place`."""
         assert group.number not in self._groups
         self._add(group)
-        self._update()
+        self.update()
         if place is not None:
             self._on_written(group.number, place)
         elif self.journal is not None and entry is not None:
@@ -242,13 +242,13 @@ class GroupBuffer:
         """That group, waiting or in flight until now, will never be trained: it failed, or was filtered or rejected."""
         if number in self._groups:
             self._unpin(self._remove(number))
-        self._update()
+        self.update()
 
     def take(self) -> list[Group]:
         """Remove and return a batch; only while `ready` is set."""
         assert self.num_available >= self.batch
         taken = [self._remove(number) for number in self._next(self.batch)]
-        self._update()
+        self.update()
         return taken
 
     def load(self, taken: list[Group]) -> list[Group | JournalError]:
@@ -275,7 +275,7 @@ class GroupBuffer:
         for group in reversed(groups):
             self._add(group)
             self._groups.move_to_end(group.number, last=False)
-        self._update()
+        self.update()
 
     def overwritten(self) -> list[Group]:
         """Of a ring above its bound: the groups that would leave next, which are to be dropped. The newest batch stays."""
@@ -343,7 +343,8 @@ class GroupBuffer:
         """Numbers of the groups that leave next."""
         return list(islice(self._groups, count)) if self._waits_for is None else self._numbers[:count]
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """What may leave now has changed: here, or in the table of groups in flight or the gate."""
         if self.num_available >= self.batch:
             self.ready.set()
         else:

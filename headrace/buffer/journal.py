@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.buffer.segments import Head, Segments
+from headrace.records import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from headrace.buffer.groups import Group
     from headrace.buffer.segments import Place
     from headrace.records import Episode, Plain
+
+    _Written = tuple[int, Place | Exception | None]
+
+_MAX_QUEUED = 256 << 20
+"""Bytes that wait to be written: beyond, a disk is too slow, and what comes is not journalled."""
 
 
 class Entry(NamedTuple):
@@ -47,6 +53,7 @@ class Journal:
         self._segments, self._folder, self._say = Segments(folder, max_bytes=max_bytes), folder, say
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal") if in_thread else None
         self._queue: list[Entry] = []
+        self._queued_bytes, self._is_closing = 0, False
         self.is_writing = self._is_open = self._is_broken = self._has_said_full = False
         self.is_full = False
         """The last entry did not fit."""
@@ -64,20 +71,20 @@ class Journal:
         if not self._is_open:  # nothing here belongs to this run
             self._segments.clear()
             self._is_open = True
-        if self._is_broken:
+        if self._is_broken or self._queued_bytes > _MAX_QUEUED:
             self.on_written(entry.group.number, None)
             return
         self._queue.append(entry)
+        self._queued_bytes += entry.group.num_bytes
         if self._thread is None:
-            queue, self._queue = self._queue, []
-            self._finish(self._append(queue))
+            self._finish(self._append(self._take_queue()))
         elif not self.is_writing:
             self._start()
 
     def _start(self) -> None:
         """Hand all that is queued to the thread; `_finish` comes back here while more is queued."""
         assert self._thread is not None
-        queue, self._queue, self.is_writing = self._queue, [], True
+        queue, self.is_writing = self._take_queue(), True
         loop = asyncio.get_running_loop()
 
         def work() -> None:
@@ -87,21 +94,25 @@ class Journal:
 
         self._thread.submit(work)
 
-    def _append(self, queue: Sequence[Entry]) -> list[tuple[int, Place | OSError | None]]:
-        written: list[tuple[int, Place | OSError | None]] = []
+    def _take_queue(self) -> list[Entry]:
+        queue, self._queue, self._queued_bytes = self._queue, [], 0
+        return queue
+
+    def _append(self, queue: Sequence[Entry]) -> list[_Written]:
+        written: list[_Written] = []
         for entry in queue:
             head = Head(entry.group.number, entry.task, versions_of(entry.group))
             try:
                 written.append((entry.group.number, self._segments.append(head, entry.episodes)))
-            except OSError as error:
+            except (OSError, WireError) as error:  # a full disk, or what an environment put into an episode and cannot travel
                 written += [(each.group.number, error) for each in queue[len(written) :]]
                 break
         return written
 
-    def _finish(self, written: list[tuple[int, Place | OSError | None]]) -> None:
+    def _finish(self, written: list[_Written]) -> None:
         self.is_writing = False
         for number, place in written:
-            if isinstance(place, OSError):
+            if isinstance(place, Exception):
                 self._give_up(place)
                 place = None
             else:
@@ -109,10 +120,13 @@ class Journal:
             self.on_written(number, place)
             if place is not None:
                 self.unpin(place)
-        if self._queue and self._thread is not None:
+        if self._is_broken:  # what was half written is the end of its segment
+            for entry in self._take_queue():
+                self.on_written(entry.group.number, None)
+        elif self._queue and self._thread is not None and not self._is_closing:
             self._start()
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         if not self._is_broken:
             self._is_broken = True
             self._say(
@@ -130,6 +144,7 @@ class Journal:
 
     def close(self, *, is_over: bool) -> None:
         """Write what is queued; delete the files if the run `is_over`."""
+        self._is_closing = True
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         if not self._is_broken:

@@ -94,6 +94,11 @@ def check_buffer(recipe: Recipe) -> None:
             f"buffer.unit = 'episode': train.{what} compares siblings, which then are trained apart; set unit = 'group', or an "
             f"advantage that compares none, such as 'global'"
         )
+    if policy.overwrites and settings.order != "completion":
+        raise ConfigError(
+            f"buffer.order = '{settings.order}': a {policy.name} drops the oldest, for which that order waits; set it to "
+            f"'completion'"
+        )
     if recipe.exact and (policy.overwrites or settings.order == "window"):
         given = f"kind = '{policy.name}'" if policy.overwrites else f"order = '{settings.order}'"
         raise ConfigError(f"buffer.{given}: which groups are trained depends on timing, which exact = true does not allow")

@@ -23,7 +23,7 @@ class BufferSettings:
     """`synchronous`: generate, then train, in turn. `one_ahead`, `bounded`: at most one or `depth` batches wait. `stream`: as
     many as fit into `max_gb`. `ring`: `depth` batches, and the oldest group is dropped for a newer one. `reserved`: `depth`
     batches wait or are in flight. `resizable`: as many as the gate lets run ahead at the moment. `auto` follows
-    staleness.max_lag: 0 synchronous, 1 one_ahead, more bounded."""
+    staleness.max_lag: "auto" resizable, 0 synchronous, 1 one_ahead, more bounded."""
     depth: int = 0
     """Batches that may wait in a `bounded`, `ring` or `reserved` buffer."""
     max_gb: float = field(default=8.0, metadata=ELASTIC)

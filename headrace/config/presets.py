@@ -29,7 +29,7 @@ _KEEP = ("keep", "weights are swapped between two decode steps; rollouts and the
 _ABORT = ("abort", "rollouts in flight are stopped, and resumed from their prefix under the new weights")
 _COLLECTIVE = ("collective", "weights are broadcast from the trainer to the engines")
 _FILES = ("files", "weights are written to a shared folder, and engines are told to read them")
-_NO_DROPS = ("never", "what was generated is trained; the gate alone bounds the lag")
+_NO_DROPS = ("never", "what was generated is trained, also a group that others overtook and that lags more than max_lag")
 _GATE = ("depth", "submission stops when it is max_lag versions ahead of training")
 _TOKEN_AGE = ("oldest", "groups with a token older than max_lag are dropped")
 _FIRST_AGE = ("first", "a group is as old as the weights it began with")
@@ -254,7 +254,7 @@ PRESETS: dict[str, Preset] = {
         },
         advice={
             "partial.interrupt = 'retract'": "its option to compute the KV cache again",
-            "buffer.order = 'window'": "its windowed sampler",
+            "buffer.order = 'window', buffer.window = 0.5": "its windowed sampler",
         },
         differs="NeMo-RL merges a LoRA adapter before it sends weights; Headrace sends the adapter alone. Colocated, it sends "
         "them by CUDA IPC, as sync.transport = 'auto' does.",
@@ -281,7 +281,7 @@ PRESETS: dict[str, Preset] = {
         settings={
             "buffer.kind": ("bounded", "a ceiling on buffered batches, above which the server takes no more groups"),
             "buffer.depth": (2, "the ceiling"),
-            "staleness.max_lag": (2, "what waits behind the ceiling is no older"),
+            "staleness.max_lag": (2, "how far submission may run ahead of training"),
             "staleness.gate": _GATE,
             "staleness.reject": _NO_DROPS,
             "partial.interrupt": _DRAIN,
@@ -305,8 +305,8 @@ PRESETS: dict[str, Preset] = {
             "staleness.correct": ("tis", "clipped importance weights"),
             "partial.interrupt": _DRAIN,
             "sync.transport": _COLLECTIVE,
-            "reward.processes": (1, "the reward oracle is a process of its own, to which completions are sent"),
         },
+        advice={"reward.processes = 1": "the reward oracle as a process of its own; needs a reward that can be imported"},
         differs="Oat's oracle is a Mosec server that learners of several machines share; a reward over HTTP does the same here "
         "(docs/rewards.md). It sends tensor by tensor, Headrace in buckets.",
     ),

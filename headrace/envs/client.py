@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from headrace.engine import PromptTooLong
+from headrace.engine import Increment, PromptTooLong
 from headrace.envs.turns import Conversation, History
 from headrace.partial import is_continuation, recorded_turn
 from headrace.records import FinishReason, Rollout, Source
@@ -301,6 +301,12 @@ class EngineClient(EpisodeClient):
             rollout = again
         elif partial is not None and is_continuation(rollout, partial):
             rollout = partial
+        if len(rollout) > start:
+            for on_tokens in told.values():  # what was sampled before it was interrupted
+                ids, logprobs, versions = (
+                    tuple(each[start:].tolist()) for each in (rollout.token_ids, rollout.logprobs, rollout.versions)
+                )
+                on_tokens(Increment(ids, logprobs, versions, None))
         else:
             try:
                 rollout = await self.engine.generate(rollout, whole, **told)

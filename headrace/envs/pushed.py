@@ -37,7 +37,7 @@ class _OpenGroup:
 
     @property
     def is_complete(self) -> bool:
-        return len(self.places) == self.size
+        return len(self.places) == self.size and not any(place.done() for _, place in self.places.values())
 
 
 class PushedEnvironment:
@@ -100,7 +100,7 @@ class PushedEnvironment:
 
     def _serve(self, client: EngineClient) -> None:
         if client.clock is not None:
-            client.clock.reschedule(None)  # a place may stay open for as long as senders take
+            client.clock.reschedule(None)  # `deadline`, not `episode.timeout`, bounds how long a place stays open
         self.client = client
         if self._server is None or not self._server.is_open:
             if self._server is not None:

@@ -147,6 +147,7 @@ class PolicyState:
         elif self.pace is None:
             self.pace = Pace(self.recipe, shares_device=self._shares_device)
         self.gate = make_gate(self.recipe, depth=None if self.pace is None else self.pace.controller.depth)
+        self.buffer.update()  # its window follows the gate
         self._room.set()
 
     # Submitting
@@ -201,10 +202,10 @@ class PolicyState:
         """Record an episode's outcome. What is complete goes to the buffer, or is dropped if too few episodes were scored: a
         group or, with `buffer.unit = "episode"`, this episode. `place`: where the journal has it."""
         group, record.ended = record.group, episode
+        self._room.set()
         ended = [each.ended for each in self.in_flight.leave(record) if each.ended is not None]
         if not ended:
             return
-        self._room.set()
         if self.pace is not None:
             self.pace.completed(submitted_at=group.submitted_at)
         reason = self._settle_unscored(ended)
@@ -429,15 +430,15 @@ class PolicyState:
         self.retries.restore(manifest["retries"])
         self.ledger.restore(manifest["ledger"])
         await self.recovered.find()
+        waiting = list[GroupInFlight]()
+        for number, *task in manifest["in_flight"]:  # before what is buffered, which may have to wait for it
+            indexes, rewards = manifest.get("siblings", {}).get(str(number), (None, []))
+            waiting.append(self._add_group(number, Task(*task), indexes=indexes))
+            waiting[-1].rewards = rewards
         for group in checkpoint.buffered():
             if self.recipe.staleness.retries:
                 self.retries.keep(group.number, Task(group.episodes[0].task, group.source, group.index))
             self.buffer.put(group, place=self.recovered.place(group))
-        waiting = list[GroupInFlight]()
-        for number, *task in manifest["in_flight"]:
-            indexes, rewards = manifest.get("siblings", {}).get(str(number), (None, []))
-            waiting.append(self._add_group(number, Task(*task), indexes=indexes))
-            waiting[-1].rewards = rewards
         self._keep_recovered()
         for of_checkpoint in waiting:
             self._take_recovered(of_checkpoint)

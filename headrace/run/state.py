@@ -217,7 +217,7 @@ class Run:
             episode=record.id,
             group=record.group.name,
             index=record.index,
-            group_size=len(record.group.episodes),
+            group_size=self.recipe.train.group_size,
             sampling=self._sampling,
             seed=self.recipe.seed,
             partials=record.partials,
@@ -248,6 +248,8 @@ class Run:
             record.ended = episode
             record.partials.clear()
         self.finished.append((record, episode))
+        if self.policies[record.group.policy].gate.counts_episodes:
+            self.room.set()
         self.has_finished.set()
         self.note_load()
         self.note_progress()

@@ -210,6 +210,18 @@ def test_a_resizable_buffer_follows_the_gate() -> None:
     assert not buffer.is_full
 
 
+def test_a_window_follows_the_gate() -> None:
+    settings = {"buffer": {"order": "window", "window": 1.0}, "train": {"batch": 8, "group_size": 2}, "staleness.max_lag": 3}
+    recipe, slots = make_recipe(settings), {"now": 16}
+    buffer = make_buffer(recipe, oldest_in_flight=lambda: 0, num_in_flight=int, slots=lambda: slots["now"])
+    for number in range(6, 10):
+        buffer.put(one(number))
+    assert buffer.ready.is_set(), "all are less than 16 after the oldest in flight"
+    slots["now"] = 8
+    buffer.update()
+    assert not buffer.ready.is_set() and [group.number for group in buffer.available()] == [6, 7]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -222,6 +234,10 @@ def test_a_resizable_buffer_follows_the_gate() -> None:
         (
             {"buffer": {"order": "window"}, "staleness.gate": "none"},
             "buffer.order = 'window': it counts the groups that the gate",
+        ),
+        (
+            {"buffer": {"kind": "ring", "depth": 1, "order": "submission"}},
+            "buffer.order = 'submission': a ring drops the oldest, for which that order waits; set it to 'completion'",
         ),
         ({"buffer.window": 0.5}, "buffer.window = 0.5: only buffer.order = 'window' has one, not 'completion'"),
         ({"buffer": {"order": "window", "window": 1.5}}, "buffer.window = 1.5: must be a share from 0 to 1"),

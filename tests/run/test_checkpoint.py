@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import dataclasses
 import errno
 import faulthandler
 import io
@@ -11,17 +12,27 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from helpers import length_reward
 
-from headrace.bench.stubs import answer
+from headrace.bench.stubs import InstantEngine, StubTrainer, answer
 from headrace.buffer import Group
 from headrace.cli import _token_text
+from headrace.config import make_recipe
 from headrace.durable import seal
+from headrace.envs import PromptEncoder, SingleTurn
+from headrace.launch.inputs import UserInputs, open_tasks
+from headrace.model import build_tokenizer
+from headrace.observe import Observer, Signal
 from headrace.records import Episode, frames
+from headrace.run import POLICY, PolicyState, Roles, make_canary
 from headrace.run.checkpoint import CheckpointError, CheckpointStore
+from headrace.score import RewardFunction, RewardScorer
 from headrace.score.watchdog import Watchdog
+from headrace.sync import Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -272,3 +283,27 @@ def test_rollouts_in_a_format_of_another_version_are_refused_with_the_way_on(run
             list(read())
         assert str(caught.value).endswith(f"--model.path={folder}")
     assert run.names() == {"step-3"}
+
+
+@pytest.mark.parametrize("order", ["submission", "completion"])
+def test_after_a_resume_what_waits_in_order_waits_for_older_groups_in_flight(order: str) -> None:
+    settings = {"buffer": {"order": order}, "staleness.max_lag": 1, "train": {"batch": 4, "group_size": 2}, "steps": 9}
+    recipe = make_recipe({"orchestrate": "inline", **settings})
+    lineage, encoder = Lineage.new(), PromptEncoder(build_tokenizer())
+    roles = Roles(
+        engine=InstantEngine(tokens=1),
+        trainers={POLICY: StubTrainer(lineage)},
+        scorer=RewardScorer([(RewardFunction(length_reward), 1.0)], decode=encoder.decode, settings=recipe.reward),
+        environment=SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": str(number)} for number in range(20)])),
+        canary=make_canary(encoder.encode("canary")),
+        stop_ids=(1,),
+        services=(),
+    )
+    policy = PolicyState(POLICY, recipe, roles, lineage=lineage, observer=Observer(), room=Signal())
+    younger = [Group(number, (Episode(id=f"g{number}/0", group=f"g{number}", task={}),)) for number in (1, 2)]
+    manifest = policy.state() | {"submitted_groups": 3, "in_flight": [[0, *dataclasses.astuple(roles.tasks.next())]]}
+    saved = SimpleNamespace(manifest=manifest, folder=Path(), version=0, buffered=lambda: iter(younger), in_flight=list)
+    asyncio.run(policy.restore(saved))  # type: ignore[arg-type]
+    assert policy.buffer.ready.is_set() == (order == "completion")

@@ -99,7 +99,8 @@ def read_json(raw: bytes, name: str) -> Any:  # noqa: ANN401
     content = json.loads(raw, parse_float=read_number, parse_constant=read_number)
     if not has_odd_numbers and raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH:
         return content  # nothing to look for: bodies may be large
-    left = [(content, name, 1)] if isinstance(content, dict) else []
+    looked_at = (list, dict, float)
+    left: list[tuple[Any, str, int]] = [(content, name, 1)] if isinstance(content, dict) else []
     while left:
         value, place, depth = left.pop()
         if isinstance(value, float) and not math.isfinite(value):
@@ -107,9 +108,15 @@ def read_json(raw: bytes, name: str) -> Any:  # noqa: ANN401
         if isinstance(value, list | dict) and depth > _MAX_DEPTH:
             raise bad(shown(place), f"is nested more than {_MAX_DEPTH} deep")
         if isinstance(value, list):
-            left += [(entry, f"{place}[{index}]", depth + 1) for index, entry in enumerate(value)]
+            left += [
+                (entry, f"{place}[{index}]", depth + 1) for index, entry in enumerate(value) if isinstance(entry, looked_at)
+            ]
         elif isinstance(value, dict):
-            left += [(entry, f"{place}.{key}" if place else key, depth + 1) for key, entry in value.items()]
+            left += [
+                (entry, f"{place}.{key}" if place else key, depth + 1)
+                for key, entry in value.items()
+                if isinstance(entry, looked_at)
+            ]
     return content
 
 

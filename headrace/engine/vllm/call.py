@@ -170,10 +170,10 @@ class VllmCall:
             if sampling.stop and self._completes_stop():
                 reason = FinishReason.STOP
                 break
-        on_tokens, has_news = self.request.on_tokens, start < len(self._token_ids) or reason is not None
-        if on_tokens is not None and has_news and reason is not FinishReason.ABORT:
+        on_tokens, ended = self.request.on_tokens, None if reason is FinishReason.ABORT else reason
+        if on_tokens is not None and (start < len(self._token_ids) or ended is not None):
             new = slice(start, None)
-            on_tokens(Increment(tuple(self._token_ids[new]), tuple(self._logprobs[new]), tuple(self._versions[new]), reason))
+            on_tokens(Increment(tuple(self._token_ids[new]), tuple(self._logprobs[new]), tuple(self._versions[new]), ended))
         return reason
 
     def _mask(self, piece: Piece, place: int) -> Array:
