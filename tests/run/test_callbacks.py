@@ -223,6 +223,7 @@ def test_the_lag_may_grow_and_shrink(tmp_path: Path, mode: str, capsys: pytest.C
     grow, shrink = (At(at, lambda state, lag=lag: state.change("staleness.max_lag", lag)) for at, lag in ((2, 4), (8, 1)))
     longer = At(8, lambda state: state.change("steps", 14))
     how: dict[str, Any] = {"orchestrate": mode, "steps": 12, "held_out": None, "engine": {"slots": 128}}
+    how["staleness"] = {"max_lag": 1}
     result = small_run(tmp_path / "run", callbacks=[grow, shrink, longer], quiet=False, **how)
     lags = [row["lag_max"] for row in rows(tmp_path / "run")]
     taken = 2 if mode == "inline" else 3  # by the change
