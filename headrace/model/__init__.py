@@ -12,7 +12,7 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.lora import Adapter, Target, adapter_of, target_of
-    from headrace.model.arena import ALIGNMENT, Arena, Slot, allocate_bytes, arena_bytes, held_tensors, lay_out
+    from headrace.model.arena import ALIGNMENT, Arena, Slot, allocate_bytes, arena_bytes, byte_offsets, held_tensors, lay_out
     from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, layer_of, make_context
     from headrace.model.fused_head import AllowedTokens, Scaling
     from headrace.model.head import Head
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from headrace.model.pass_planning import Unit, members_of, num_rows, plan_passes
     from headrace.model.routers import Routers, Watched, check_recorded, find_readable_routers
     from headrace.model.settings import ModelSettings, bytes_per_number
-    from headrace.model.sharded_weights import ShardedWeights
     from headrace.model.shape import ModelShape
+    from headrace.model.sharded_weights import ShardedWeights
     from headrace.model.tiny import build_config, build_folder, build_tokenizer
     from headrace.model.weights import (
         Inspector,

@@ -121,6 +121,11 @@ class Arena:
     def num_bytes(self) -> int:
         return self.memory.numel()
 
+    @property
+    def flats(self) -> list[Tensor]:
+        """The flat buffers, sorted by the name of their dtype."""
+        return [self.flat[dtype] for dtype in sorted(self.flat, key=str)]
+
     def joined(self, names: Sequence[str]) -> Tensor | None:
         """One view over adjacent tensors, stacked along dimension 0, and the room behind the last; None if there are gaps or
         they do not stack."""
@@ -168,6 +173,12 @@ def _regions(slots: Mapping[str, Slot]) -> tuple[dict[torch.dtype, tuple[int, in
 def arena_bytes(slots: Mapping[str, Slot]) -> int:
     """The size of an arena of this layout."""
     return _regions(slots)[1]
+
+
+def byte_offsets(slots: Mapping[str, Slot]) -> dict[str, int]:
+    """Where each tensor begins in the memory of an arena of this layout."""
+    regions, _ = _regions(slots)
+    return {name: regions[slot.dtype][0] + slot.start * slot.dtype.itemsize for name, slot in slots.items()}
 
 
 def allocate_bytes(num_bytes: int, device: torch.device) -> Tensor:
