@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from headrace.model.pass_planning import Unit, members_of, num_rows, plan_passes
     from headrace.model.routers import Routers, Watched, check_recorded, find_readable_routers
     from headrace.model.settings import ModelSettings, bytes_per_number
-    from headrace.model.sharded_weights import ShardedWeights
     from headrace.model.shape import ModelShape
     from headrace.model.sharded_weights import ShardedWeights
     from headrace.model.tiny import build_config, build_folder, build_tokenizer

@@ -181,9 +181,8 @@ class WeightUpdate:
             raise ValueError(f"the ranks of a trainer offer different things: {'; '.join(dict.fromkeys(map(str, about)))}")
         parts = tuple(part for each in updates for part in each.parts)
         _check_cover(first.manifest.layout, tuple(part.ranges for part in parts))
-        checksums = np.sum(
-            [each.manifest.checksums for each in updates], axis=0, dtype=np.uint64
-        )  # wraps, as each of them does
+        sums = np.stack([each.manifest.checksums for each in updates])
+        checksums: Array = np.add.reduce(sums, axis=0)  # wraps, as each of them does
         return replace(first, manifest=first.manifest.with_checksums(checksums), parts=parts)
 
 

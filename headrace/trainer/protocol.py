@@ -70,7 +70,7 @@ class PolicyTrainer(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Its process is gone, and the weights with it."""
+        """A process of it is gone, and weights with it, or waits for one that failed."""
 
     @property
     def num_passes(self) -> int:
