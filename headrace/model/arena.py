@@ -69,6 +69,9 @@ class Arena:
     one dimension, `views` each tensor by name. `exchange` replaces them, and what `joined` returns; `copy_from` does not.
     """
 
+    gradients: Mapping[torch.dtype, Tensor] = MappingProxyType({})
+    """Of `flat`, in float32, if the arena keeps its tensors' gradients itself."""
+
     def __init__(self, slots: Mapping[str, Slot], *, device: torch.device, allocate: Allocate | None = None) -> None:
         self.slots = dict(slots)  # by name, in the order of `named_tensors`; tensors that share memory share a slot
         self.device = device
@@ -146,6 +149,15 @@ class Arena:
             self.views, other.views = other.views, self.views
             for name, holder in self._holders.items():
                 holder.data = self.views[name]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of the model's."""
+        start = self.memory.data_ptr()
+        return start <= tensor.data_ptr() < start + self.num_bytes
+
+    def whole_gradient(self, name: str) -> Tensor | None:
+        """Where autograd adds up a tensor's gradient, if that is not where the arena keeps it."""
+        return None
 
     @torch.no_grad()
     def copy_from(self, other: Arena) -> None:

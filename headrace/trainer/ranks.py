@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.records import Array
     from headrace.trainer.parallel import ParallelSettings
 
 _WIRE = 1  # of what ranks send each other: ranks of another number do not join
@@ -136,6 +138,12 @@ class Ranks:
         """Add up a tensor over the ranks that hold the same part, in place."""
         if self.replicate > 1:
             self.wait(self.replicas.allreduce([tensor]), "the sum of gradients over replicas")
+
+    def merge(self, arrays: list[Array]) -> list[Array]:
+        """Arrays of which each rank has some, and zeros for the others: all of them."""
+        flat = torch.from_numpy(np.concatenate([*arrays, np.zeros(0, np.float32)]))
+        self.wait(self.host.allreduce([flat]), "collecting results")
+        return np.split(flat.numpy(), np.cumsum([len(array) for array in arrays])[:-1]) if arrays else []
 
     def exchange(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's value, which JSON can hold, in the order of ranks."""

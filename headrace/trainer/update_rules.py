@@ -48,7 +48,10 @@ class Segment:
             return tensor.pin_memory() if offload and torch.cuda.is_available() else tensor
 
         self.masters = weights if self._is_own_master else resting(weights.float().to(device))
-        self.gradient = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
+        if arena.gradients:
+            self.gradient = arena.gradients[weights.dtype][self._start : stop]
+        else:
+            self.gradient = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
         shapes = self._state_shapes(len(weights))
         self.state = {
             name: resting(torch.zeros(shapes[name], dtype=dtype, device=device)) for name, dtype in self.STATE.items()
