@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class ShardedWeights:
     """What a rank publishes: ranges of the model's tensors, in the engine's dtypes. The ranges of all ranks of a trainer are
-    disjoint and cover every tensor; each starts at a multiple of 8 bytes within its tensor, so that checksums add up."""
+    disjoint and cover every tensor; a replica of other ranks may have none. Each range starts at a multiple of 8 bytes within
+    its tensor, so that checksums add up."""
 
     slots: Mapping[str, Slot]
     """Every tensor of the whole model, in the order of `named_tensors`; equal on all ranks, and in all versions."""

@@ -18,7 +18,7 @@ from headrace.errors import SyncError
 from headrace.model import Arena, Inspector, ShardedWeights, Slot, arena_bytes, describe, lay_out
 from headrace.records import Manifest, Part, WeightUpdate
 from headrace.sync.full import FullPayload
-from headrace.sync.ranges import Share
+from headrace.sync.ranges import Share, whole_manifest
 from headrace.sync.table import payload_class
 
 if TYPE_CHECKING:
@@ -82,7 +82,11 @@ class WeightSync:
     ) -> WeightUpdate:
         """Read the current weights and make them ready to be fetched. The trainer calls this when a version is trained. Calls
         `on_read` as soon as the weights may change, before this returns. `whole` forbids a delta, as in every retry. On one of
-        several ranks the update is of its share, for `WeightUpdate.join`."""
+        several ranks the update is of its share, for `WeightUpdate.join`; it has no parts if the share is empty."""
+        if isinstance(tensors, ShardedWeights) and not tensors.ranges:  # other ranks offer the same weights
+            on_read()
+            manifest = whole_manifest(tensors.slots)
+            return WeightUpdate(policy=self._policy, lineage=self.lineage.id, version=version, manifest=manifest)
         key = self._key(version, is_share=isinstance(tensors, ShardedWeights))
         try:
             with self._lock:

@@ -51,6 +51,7 @@ class RemoteTrainer:
         """`deadline`: seconds that loading a checkpoint may take. Saving runs beside training, however slow the disk."""
         self._ranks, self._deadline = tuple(ranks), deadline
         self._releasing = asyncio.Lock()  # ranks must agree on which updates they have released
+        self._senders = list(ranks)  # those with a part of the weights: not all, if some are replicas of others
         self._is_broken = False  # one rank raised an error, and others wait for it in a collective
         self.num_steps = 0
 
@@ -72,18 +73,19 @@ class RemoteTrainer:
     def publish(self, version: int, *, canary: Batch, whole: bool = False) -> Answer[Published]:
         def joined(answers: Sequence[tuple[WeightUpdate, Array]]) -> Published:
             updates, canaries = zip(*answers, strict=True)
-            return Published(_join(updates), canaries[0])
+            self._senders = [rank for rank, update in zip(self._ranks, updates, strict=True) if update.parts]
+            return Published(_join([update for update in updates if update.parts]), canaries[0])
 
         return self._call("publish", joined, version=version, canary=canary, whole=whole)
 
     async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
         """Each rank pushes its part, in the order in which receivers fetch them: none waits for another's."""
-        for rank in self._ranks:
+        for rank in self._senders:
             await self._call("send", ranks=[rank], update=update, receivers=list(receivers))
 
     async def catch_up(self, version: int | None) -> list[WeightUpdate]:
         async with self._releasing:
-            offered = await self._call("catch_up", list, version=version)
+            offered = await self._call("catch_up", list, ranks=self._senders, version=version)
         if len({len(each) for each in offered}) > 1:
             raise SyncError(f"the ranks of the trainer offer {[len(each) for each in offered]} updates to catch up")
         return [_join(updates) for updates in zip(*offered, strict=True)]
