@@ -279,6 +279,8 @@ class MirroredTimeline(Timeline):
 
     def forget(self, name: str) -> None:
         """A process has ended: its report still counts, and a restarted process may reuse the name."""
+        if name not in self._reports:  # its time was not counted
+            return
         ended = [self._reports.pop(each) for each in ("", name) if each in self._reports]
         self._reports[""] = {key: sum(report[key] for report in ended) for report in ended for key in report}
 
