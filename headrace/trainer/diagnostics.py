@@ -113,7 +113,12 @@ class Diagnostics:
         num_sums, num_named = len(self._sums), len(self._sums) + len(self._totals)
         sums = dict(zip(self._sums, read[:num_sums], strict=True))
         totals = dict(zip(self._totals, read[num_sums:num_named], strict=True))
-        found: dict[str, Any] = {"sums": sums, "totals": totals, "largest": read[num_named:] or None, "tokens": self._num_tokens}
+        found: dict[str, Any] = {
+            "sums": sums,
+            "totals": totals,
+            "largest": read[num_named:] or None,
+            "tokens": self._num_tokens,
+        }
         parts = [found] if ranks is None else ranks.exchange(found)
         maxima = [part["largest"] for part in parts if part["largest"] is not None]
         largest = [float(np.max(each)) for each in zip(*maxima, strict=True)] if maxima else None
