@@ -73,7 +73,8 @@ class FrozenModel:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the weights by name, for a checkpoint. May be called while the model is used."""
-        held, slots = self._held(), {(slot.dtype, slot.start): (name, slot) for name, slot in self.arena.slots.items()}
+        held = self._held()
+        slots = {(slot.dtype, slot.start, slot.shape): (name, slot) for name, slot in self.arena.slots.items()}
         return {
             name: held[slot.dtype][slot.start : slot.stop].view(slot.shape).to("cpu", copy=True)
             for name, slot in slots.values()

@@ -8,6 +8,7 @@ here waits for the GPU: the update itself reads the clipping norm, and whether t
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from headrace.settings import ConfigError
 from headrace.trainer.update_rules import RULES, AdamW, Muon
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -164,6 +165,20 @@ class FlatOptimizer:
             found |= {f"{name}.{key}": tensor.to("cpu", copy=True) for key, tensor in home.state_of(name).items()}
             found[f"{name}.step"] = self.num_steps.to("cpu", copy=True)
         return found
+
+    def state_keys(self) -> Iterator[tuple[str, int, str]]:
+        """(parameter, numbers per row, name of the state) of all that `state` returns by parameter."""
+        for name, home in self._homes.items():
+            for key in home.state:
+                yield name, home.block, key
+
+    def state_like(self, name: str, key: str) -> Tensor:
+        """A parameter's part of one kind of state."""
+        return self._homes[name].state_of(name)[key]
+
+    def count(self, name: str) -> int:
+        """Numbers that are trained here of a parameter."""
+        return math.prod(self._homes[name].slots[name].shape)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:

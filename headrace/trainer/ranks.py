@@ -44,7 +44,7 @@ class Ranks:
         self.replicas: Any = None  # ranks that hold the same part in other replicas
         self.everyone: Any = None
         self.host: Any = None  # all ranks, for tensors in host memory
-        self.saving: Any = None  # the same, for the thread that saves
+        self.saving: Any = None  # those of `shards`, in host memory, for the thread that saves
 
     @property
     def shard_rank(self) -> int:
@@ -85,9 +85,9 @@ class Ranks:
             torch.cuda.set_device(ranks.device)
         everyone = list(range(ranks.count))
         ranks.host = group("host", everyone, on_host=True)
-        ranks.saving = group("saving", everyone, on_host=True)
         ranks.everyone = group("everyone", everyone)
-        ranks.shards = group("shards", list(range(first, first + ranks.shard)))
+        sharing = list(range(first, first + ranks.shard))
+        ranks.shards, ranks.saving = group("shards", sharing), group("saving", sharing, on_host=True)
         ranks.replicas = group("replicas", list(range(ranks.shard_rank, ranks.count, ranks.shard)))
         return ranks
 

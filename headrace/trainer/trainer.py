@@ -50,7 +50,7 @@ from headrace.model import (
 )
 from headrace.observe import peak_memory
 from headrace.settings import ConfigError
-from headrace.trainer import layers, saving
+from headrace.trainer import layers, saving, sharded_saving
 from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
 from headrace.trainer.frozen_model import FrozenModel, WithoutAdapter
 from headrace.trainer.loss_scale import LossScale
@@ -270,10 +270,20 @@ class DeviceTrainer:
         return ShardedWeights(self.arena.slots, whole)
 
     def save(self, folder: Path, *, on_read: Callable[[], None] = lambda: None) -> Fingerprints:
-        return saving.save(self.model, self._tokenizer, self.optimizer, folder, reference=self._reference, on_read=on_read)
+        """Of several ranks, each returns the fingerprints of its own files."""
+        given = self.model, self._tokenizer, self.optimizer, folder
+        if self._ranks is not None and isinstance(self.arena, ShardedArena):
+            return sharded_saving.save(*given, arena=self.arena, ranks=self._ranks, reference=self._reference, on_read=on_read)
+        if self._ranks is not None and self._ranks.rank:
+            on_read()
+            return {}
+        return saving.save(*given, reference=self._reference, on_read=on_read)
 
     def load(self, folder: Path) -> None:
-        saving.load(self.model, self.optimizer, folder, reference=self._reference)
+        if isinstance(self.arena, ShardedArena):
+            sharded_saving.load(self.model, self.optimizer, folder, arena=self.arena, reference=self._reference)
+        else:
+            saving.load(self.model, self.optimizer, folder, reference=self._reference)
 
     @property
     def _reference(self) -> FrozenModel | None:

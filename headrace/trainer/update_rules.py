@@ -82,7 +82,7 @@ class Segment:
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
         """Yield (masters, gradient, state) on the weights' device; what was offloaded is written back after use."""
         device, count = self.gradient.device, len(self.gradient)
-        size = self.at_once or (_STREAMED if self._is_offloaded else count)
+        size = self.at_once or (_STREAMED if self._is_offloaded else max(count, 1))
         for start in range(0, count, size):
             span, rows = slice(start, start + size), self._span(start, min(start + size, count))
             homes = {"": self.masters[span], **{name: tensor[rows] for name, tensor in self.state.items()}}
