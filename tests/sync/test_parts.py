@@ -199,9 +199,11 @@ def test_a_rank_holds_its_share_alone_and_no_byte_travels_twice(run_of, tmp_path
         mine = share(weights, rank, count)
         before = peak_after(lambda: None)
         peak = peak_after(lambda sync=sync, mine=mine: offered.append(sync.offer(0, mine)))
+        print(f"{count} ranks: rank {rank} adds {(peak - before) * count / total:.3f} of its share to its peak")
         assert peak - before <= 1.1 * total / count
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1.05 * total
     update = WeightUpdate.join(offered)
+    print(f"{count} ranks: {update.num_bytes / total:.6f} of the weights' bytes are sent")
     assert update.num_bytes <= 1.05 * total == 1.05 * sum(4 * math.prod(size) for size in sizes.values())
 
 
