@@ -14,7 +14,7 @@ from headrace.observe.sinks import read_metrics
 sys.path.append(str(Path(__file__).parents[1] / "chaos"))
 from faults import Running, again, is_alive, start, wait_until
 
-TWO = "--train.parallel.shard=2"
+TWO = ("--train.parallel.shard=2", "--device=cpu")  # where there is a GPU, each rank would need one
 pytestmark = pytest.mark.long
 
 
@@ -34,7 +34,13 @@ def test_a_run_of_two_ranks_resumes_with_one_and_with_two_again(tmp_path):
 
     def leg(steps: int, shard: int, **changes):
         return small_run(
-            tmp_path / "run", orchestrate="local", steps=steps, train={"parallel": {"shard": shard}}, **settings, **changes
+            tmp_path / "run",
+            orchestrate="local",
+            device="cpu",
+            steps=steps,
+            train={"parallel": {"shard": shard}},
+            **settings,
+            **changes,
         )
 
     first = leg(3, 2)
@@ -49,7 +55,7 @@ def test_a_run_of_two_ranks_resumes_with_one_and_with_two_again(tmp_path):
 
 
 def test_a_killed_rank_is_named_and_all_start_again_from_the_checkpoint(tmp_path):
-    run = start(tmp_path, TWO, "--heartbeat=10")
+    run = start(tmp_path, *TWO, "--heartbeat=10")
     run.wait_for_version(6)
     engine, other = run.role("engine-0"), run.role("trainer-0")
     run.hit("trainer-1", signal.SIGKILL)
@@ -64,7 +70,7 @@ def test_a_killed_rank_is_named_and_all_start_again_from_the_checkpoint(tmp_path
 
 
 def test_a_stopped_rank_without_restarts_ends_the_run_by_name_and_one_rank_resumes_it(tmp_path):
-    run = start(tmp_path, TWO, "--train.restarts=0", "--heartbeat=3", "--steps=12")
+    run = start(tmp_path, *TWO, "--train.restarts=0", "--heartbeat=3", "--steps=12")
     run.wait_for_version(6)
     run.hit("trainer-0", signal.SIGSTOP)
     output = run.finish()
