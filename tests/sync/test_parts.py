@@ -138,6 +138,18 @@ def test_every_transport_brings_the_shares_of_three_ranks_together(run_of, trans
     run.receive(late)
 
 
+def test_an_engine_keeps_a_group_with_each_rank_and_leaves_those_of_ranks_that_are_gone(run_of):
+    run, groups = run_of("collective"), []
+    for version in range(2):
+        run.receive(run.offer(version, new_weights(version)))
+        groups.append(set(run.engine._transport._receiver.groups.values()))
+    assert groups[0] == groups[1] and len(groups[0]) == 2
+    other = run_of("collective")
+    run.ranks, other.ranks = other.ranks, run.ranks  # as after a restart
+    run.receive(run.offer(2, new_weights(2)))
+    assert groups[0].isdisjoint(run.engine._transport._receiver.groups.values())
+
+
 def test_a_rank_that_lost_its_share_is_named_and_the_next_attempt_succeeds(run_of):
     run = run_of("shared_memory")
     update = run.offer(1, new_weights(1))
