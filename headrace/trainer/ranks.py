@@ -83,6 +83,7 @@ class Ranks:
             return make(store, members.index(rank), len(members), limit, is_local=is_local)
 
         if ranks.device.type == "cuda":
+            ranks.device = torch.device("cuda", ranks.device.index or 0)
             torch.cuda.set_device(ranks.device)
         everyone = list(range(ranks.count))
         ranks.host = group("host", everyone, on_host=True)
