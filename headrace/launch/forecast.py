@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.engine import adapter_places, blocks_for, engine_kind, free_memory
 from headrace.launch.placement import choose_device, choose_transport, device_of
-from headrace.model import ModelError, adapter_shapes, bytes_per_number, parameter_shapes
+from headrace.model import ModelError, adapter_shapes, bytes_per_number, parameter_shapes, quantized_sizes
 from headrace.settings import ConfigError
 from headrace.staleness import max_untrained_groups
 from headrace.sync import transport_class
@@ -131,6 +131,7 @@ def forecast_memory(
         publishing=published.trainer,
         adapter=adapter,
         adapter_width=adapter_width,
+        quantized=quantized_sizes(recipe.model, recipe.lora) if recipe.lora.is_quantized else (),
     )
     return Forecast(recipe, trainer, engine, published, server, most_blocks)
 
@@ -140,6 +141,9 @@ def describe_adapter(recipe: Recipe) -> str:
     shapes = adapter_shapes(recipe.model, recipe.lora)
     count, total = (sum(map(math.prod, each.values())) for each in (shapes, parameter_shapes(recipe.model)))
     layers = f"rank {recipe.lora.rank} on {len(shapes) // 2} linear layers"
+    if recipe.lora.is_quantized:
+        in_four_bits = sum(quantized_sizes(recipe.model, recipe.lora))
+        layers += f"; {in_four_bits / total:.0%} of the model is in {recipe.lora.quantize} while it is trained"
     return f"adapter    {count / 1e6:,.2f} million parameters are trained, {count / total:.2%} of the model's: {layers}"
 
 

@@ -265,7 +265,7 @@ def find_targets(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Ad
     targets, whole = settings.targets, find_whole_modules(model, settings.whole)
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
-    linear = {name: module for name, module in linear.items() if not _is_within(name, whole)}
+    linear = {name: module for name, module in linear.items() if not is_within(name, whole)}
     found: set[str] = set()
     for target in targets:
         is_meant = functools.partial(names, target)
@@ -280,12 +280,12 @@ def find_targets(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Ad
             )
         found.update(matched)
     experts = find_expert_weights(
-        model, lambda name: any(names(target, name) for target in targets) and not _is_within(name, whole)
+        model, lambda name: any(names(target, name) for target in targets) and not is_within(name, whole)
     )
     return {**{name: linear[name] for name in linear if name in found}, **experts, **whole}
 
 
-def _is_within(name: str, modules: Iterable[str]) -> bool:
+def is_within(name: str, modules: Iterable[str]) -> bool:
     """Whether it is one of these modules or a part of one."""
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
