@@ -6,6 +6,7 @@ mismatch: an adapter is trained; at three versions rollouts of an engine that ap
 weights or into weights that are then rounded to bfloat16, are scored by the trainer. The model's own weights are bfloat16
 numbers. On a CPU all is computed in float32, so that what differs is the merging alone; on a GPU in bfloat16, so that live and
 merged differ from the trainer by their kernels too.
+quantize: a trainer with its frozen weights in 4 bits beside one that holds them whole (`bench/qlora.py`).
 step-8b, on a GPU: whole training steps of a model of 8 billion parameters, with its adapter.
 """
 
@@ -18,18 +19,19 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.bench.engine_native import Turn, generate
-from headrace.bench.harness import Row, default_device, run_parts, take_turns
+from headrace.bench.harness import Row, default_device, run_parts, say, take_turns
 from headrace.bench.loads import QWEN3_0_6B, QWEN3_8B, Load, write_random_model
 from headrace.bench.measure import KL, compare, make_batch, release, wait
+from headrace.bench.qlora import measure_quantized
 from headrace.bench.step import Peers, measure
 from headrace.bench.step_plan import Variant, make_plan as step_plan
 from headrace.engine import EngineCore, HeldAdapter
-from headrace.lora import LoraSettings, adapter_of, merge_adapter
+from headrace.lora import LoraSettings, adapter_of, has_bitsandbytes, merge_adapter
 from headrace.model import ModelSettings, StagedWeights, build_folder, load_model, load_tokenizer, narrow
 from headrace.sync import Lineage, MemoryTransport, SharedMemoryTransport, WeightSync
 from headrace.trainer import DeviceTrainer, TrainSettings
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from headrace.records import Rollout
 
 LORA, VERSIONS = LoraSettings(rank=32, alpha=64.0), 8
 SIZES = ModelSettings(hidden_size=512, num_layers=8, num_heads=8, context=256)
@@ -183,7 +186,22 @@ def _mismatch(plan: Plan) -> Iterator[list[Row]]:
             yield [*rows, Row(f"version {version}: KL of all that was learned", kl, "nats")]
 
 
-PARTS = {"decode": _decode, "publish": _publish, "mismatch": _mismatch}
+def _quantize(plan: Plan) -> Iterator[list[Row]]:
+    if not has_bitsandbytes():
+        say("quantize: bitsandbytes is not installed here; it is not measured")
+        return iter(())
+
+    def sample(model: PreTrainedModel, load: Load) -> Sequence[Rollout]:
+        core = _engine(plan, model, load)
+        rollouts = _generate(core, load, seed=0).rollouts
+        core.close()
+        return rollouts
+
+    how: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype, "turns": plan.turns}
+    return measure_quantized(plan.folder, LORA, judged=plan.judged, sample=sample, **how)
+
+
+PARTS = {"decode": _decode, "publish": _publish, "mismatch": _mismatch, "quantize": _quantize}
 
 
 def _step(plan: Plan, *, quick: bool) -> Iterator[list[Row]]:
