@@ -20,7 +20,7 @@ from headrace.bench.loads import LEARNING_RATE, QWEN3_8B, Load, make_batch, make
 from headrace.bench.measure import GIB, compare, held_bytes, peak_bytes, release, seconds_of
 from headrace.config import make_recipe
 from headrace.launch import build_trainer, forecast_memory
-from headrace.lora import round_weights
+from headrace.lora import FOUR_BITS, round_weights
 from headrace.model import ModelShape, load_config, load_model, load_plain, load_tokenizer
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from headrace.records import Rollout
     from headrace.trainer import DeviceTrainer
 
-WAYS = {"in 4 bits": "nf4", "whole": "none"}
+WAYS = {"in 4 bits": FOUR_BITS, "whole": "none"}
 
 
 def measure_quantized(
@@ -46,7 +46,7 @@ def measure_quantized(
     sample: Callable[[PreTrainedModel, Load], Sequence[Rollout]],
 ) -> Iterator[list[Row]]:
     """`sample`: rollouts of an engine with this model."""
-    is_on_gpu, lora = device != "cpu", replace(lora, quantize="nf4")
+    is_on_gpu, lora = device != "cpu", replace(lora, quantize=FOUR_BITS)
     tokens, length = (8192, 320) if is_on_gpu else (512, 64)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as place:
         large = write_random_model(QWEN3_8B, Path(place) / "model", dtype=dtype) if is_on_gpu else folder

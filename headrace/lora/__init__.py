@@ -15,6 +15,6 @@ if TYPE_CHECKING:
     from headrace.lora.adapter import Adapter, Target, adapter_of, add_adapter, find_targets, merge_adapter, target_of
     from headrace.lora.four_bits import find_quantized, has_bitsandbytes, held_bytes, hold_in_four_bits, round_weights
     from headrace.lora.peft_folder import KEPT_BASE, AdapterError, base_of, read_settings, read_tensors, write_folder
-    from headrace.lora.settings import LoraSettings
+    from headrace.lora.settings import FOUR_BITS, LoraSettings
 else:
     __getattr__ = front_door(__name__)

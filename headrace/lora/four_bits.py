@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headrace.lora.adapter import adapter_of, is_within
 from headrace.lora.peft_folder import AdapterError
+from headrace.lora.settings import FOUR_BITS
 from headrace.lora.whole_modules import find_whole_modules
 
 if TYPE_CHECKING:
@@ -149,12 +150,12 @@ def _operators() -> Any:  # noqa: ANN401  (torch's operators have no types)
 
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(two codes a byte, the scale of each block)."""
-    codes, scales = _operators().quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
+    codes, scales = _operators().quantize_4bit(weight.contiguous(), BLOCK, FOUR_BITS, torch.uint8)
     return codes, scales
 
 
 def _dequantize(codes: Tensor, scales: Tensor, num_inputs: int, dtype: torch.dtype) -> Tensor:
     """[outputs, inputs]. Asked for as one row: on a CPU bitsandbytes 0.50 gives wrong numbers for rows that do not end with a
     block."""
-    flat = _operators().dequantize_4bit(codes, scales, BLOCK, "nf4", [2 * codes.numel()], dtype)
+    flat = _operators().dequantize_4bit(codes, scales, BLOCK, FOUR_BITS, [2 * codes.numel()], dtype)
     return cast("Tensor", flat).view(-1, num_inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from headrace.settings import check
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headrace.records import Plain
 
 ALL = "all"
+FOUR_BITS: Final = "nf4"
 
 
 @dataclass(frozen=True, kw_only=True)
