@@ -46,7 +46,7 @@ def test_what_a_server_recorded_is_replayed_and_brings_the_logprobs_closer(tmp_p
             "sampling": {"max_tokens": 64},
             "staleness": {"max_lag": 0},
             "train": {"batch": 64, "group_size": 8, "learning_rate": 1e-5},
-            "deadline": 300.0,
+            "deadline": 400.0,
         }
         run = headrace.train(
             tasks=TASKS, reward=starts_with_even, steps=3, run_dir=tmp_path / str(is_recorded), quiet=True, **settings
