@@ -77,6 +77,7 @@ def model_folder(
 def _round_model(path: str, target: Path, recipe: Recipe, say: Callable[[str], None]) -> bool:
     """Write a model with its weights rounded to what `lora.quantize` can hold; `target` is whole or not there. False, and
     nothing written, if they were such numbers already."""
+    transformers_logging.disable_progress_bar()
     model = load_plain(path, dtype=recipe.model.dtype)
     if not round_weights(model, recipe.lora, device=choose_device(recipe)):
         return False
