@@ -21,6 +21,7 @@ class Pace:
             start=START_DEPTH,
             shares_device=shares_device,
         )
+        self._batch, self._left = recipe.train.groups_per_batch, 0
         self._group_size, self._slots = recipe.train.group_size, recipe.engine.slots * recipe.engine.num_engines
         self._free_since: float | None = None
         """When the trainer ran out of work."""
@@ -33,6 +34,7 @@ class Pace:
     def _begin_version(self) -> None:
         self._waited = self._held = 0.0
         self._latencies: list[float] = []
+        self._arrivals: list[float] = []
         self._queued: int | None = None
 
     def note_load(self, *, calls: int, is_closed: bool) -> None:
@@ -45,7 +47,9 @@ class Pace:
 
     def completed(self, *, submitted_at: float) -> None:
         """A group is complete."""
-        self._latencies.append(time.perf_counter() - submitted_at)
+        now = time.perf_counter()
+        self._latencies.append(now - submitted_at)
+        self._arrivals.append(now - (self._last or now))
 
     def batch_taken(self, *, wanted_since: float) -> None:
         """The trainer gets a batch, for which the train loop has waited."""
@@ -64,9 +68,11 @@ class Pace:
             seconds=max(now - (last or now), 1e-9),
             waited=self._waited,
             held=self._held / max(now - (last or now), 1e-9),
-            left=num_waiting if has_next else 0,
+            left=self._left,
+            arrivals=tuple(self._arrivals),
             queued=self._queued or 0,
             latency=sum(self._latencies) / max(len(self._latencies), 1),
         )
+        self._left = num_waiting - (0 if has_next else self._batch)
         self._begin_version()
         return last is not None and self.controller.observe(observation)

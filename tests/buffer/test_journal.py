@@ -253,6 +253,26 @@ def test_a_damaged_copy_is_an_error_and_the_others_are_not(tmp_path: Path, said:
     assert "has a damaged entry" in str(second)
 
 
+def test_entries_that_are_queued_together_share_a_block_and_come_back_one_by_one(tmp_path: Path, said: list[str]) -> None:
+    journal, places = open_journal(tmp_path / "journal", said, in_thread=True), dict[int, Any]()
+
+    async def main() -> None:
+        journal.on_written = lambda number, place: places.update({number: place})
+        write(journal, 0)  # the thread has this one while the others are queued
+        for number in range(1, 80):
+            write(journal, number, size=1 + number % 3)
+        while len(places) < 80:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    assert len({place.block for place in places.values()}) == 4, "of 64 episodes at most, 2 or 3 more than that"
+    for number in (79, 3, 40, 0, 41):
+        size = 1 + number % 3 if number else 2
+        assert [episode.id for episode in journal.read(places[number])] == [f"g{number}/{index}" for index in range(size)]
+    journal.close(is_over=False)
+    assert {number: place for number, (_, place) in open_journal(tmp_path / "journal", said).recover().items()} == places
+
+
 def test_a_thread_writes_and_what_it_wrote_is_told_to_the_event_loop(tmp_path: Path, said: list[str]) -> None:
     journal, written = open_journal(tmp_path / "journal", said, in_thread=True), list[int]()
 
