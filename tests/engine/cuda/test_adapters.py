@@ -138,7 +138,7 @@ COMPILED = """
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from headrace.engine.native.cuda import compiled
 from headrace.engine.native.cuda.adapters import AdapterBank
 from headrace.lora import LoraSettings, adapter_of, add_adapter
@@ -152,16 +152,23 @@ class Causal:
         return F.scaled_dot_product_attention(*heads, is_causal=True, scale=spec.scaling).transpose(0, 1)
 
 torch.manual_seed(0)
-model = prepare(Qwen3ForCausalLM(Qwen3Config(
-    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-    head_dim=8, max_position_embeddings=64)).eval(), name="small")
-adapter = add_adapter(model, LoraSettings(rank=3, alpha=6.0), seed=1)
+same = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, max_position_embeddings=64)
+config, settings = {
+    "dense": lambda: (Qwen3Config(**same), LoraSettings(rank=3, alpha=6.0)),
+    "experts": lambda: (
+        Qwen3MoeConfig(**same, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+        LoraSettings(rank=3, alpha=6.0, targets=("all", "experts"), whole=("embed_tokens", "v_proj", "q_norm", "norm")),
+    ),
+}[KIND]()
+model = prepare(AutoModelForCausalLM.from_config(config).eval(), name="small")
+adapter = add_adapter(model, settings, seed=1)
 with torch.no_grad():
     for tensor in adapter.parameters():
         tensor.normal_()
-arena = Arena.adopt(model, room=compiled.room_for_adapter(model, 8))
+arena, places = Arena.adopt(model, room=compiled.room_for_adapter(model, PLACES)), PLACES
 twin = compiled.make_twin(model, arena)
-bank = AdapterBank(adapter, Arena.adopt(adapter), slots=4)
+bank = AdapterBank(adapter, Arena.adopt(adapter), slots=4, places=places)
 bank.attach(model), bank.attach(twin)
 tokens = torch.arange(6)
 slots = torch.zeros(6, dtype=torch.int32)
@@ -178,6 +185,14 @@ with torch.no_grad():
 assert (plain - without).abs().max() > 1e-2
 assert (run(model) - plain).abs().max() < 1e-4
 assert (run(twin) - plain).abs().max() < 1e-4
+with torch.no_grad():  # an update
+    for name, tensor in bank.arena.views.items():
+        tensor.mul_(1.5)
+bank.fill_rooms()
+with torch.no_grad():
+    updated = hidden_states(model, tokens, tokens, Causal())
+assert (updated - plain).abs().max() > 1e-2
+assert (run(twin) - updated).abs().max() < 1e-4
 layers = counters["stats"]["unique_graphs"]
 assert layers <= 4, f"{layers} graphs: each layer is compiled anew"
 """
@@ -185,9 +200,11 @@ assert layers <= 4, f"{layers} graphs: each layer is compiled anew"
 
 @pytest.mark.long
 @pytest.mark.skipif(DEVICE == "cuda", reason="interpreted; tests/gpu/test_graphs.py has the real ones")
-def test_layers_with_an_adapter_share_one_compilation() -> None:
+@pytest.mark.parametrize(("kind", "places"), [("dense", 8), ("dense", 1), ("experts", 1)])
+def test_layers_with_an_adapter_share_one_compilation(kind: str, places: int) -> None:
+    given = f"KIND, PLACES = {kind!r}, {places}\n{COMPILED}"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run([sys.executable, "-c", given], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
