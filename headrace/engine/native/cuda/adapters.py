@@ -145,6 +145,7 @@ class AdapterBank:
         self.places = torch.zeros(slots + 1, dtype=torch.int32, device=arena.device)
         self._models: list[PreTrainedModel] = []
         self._rooms: list[tuple[Tensor, Tensor]] = []  # behind the weights of a linear layer, and what belongs there
+        self._copies: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # of a place: the rooms, and their content
         self._allocate(places)
 
     def attach(self, model: PreTrainedModel) -> None:
@@ -156,8 +157,11 @@ class AdapterBank:
     @torch.no_grad()
     def fill_rooms(self, place: int = 0) -> None:
         """Copy the first matrices of a version behind the weights whose product computes them too."""
-        if self._rooms:
-            torch._foreach_copy_([room[place] for room, _ in self._rooms], [versions[place] for _, versions in self._rooms])
+        if not self._rooms:
+            return
+        if place not in self._copies:  # kept: decoding waits while hundreds of tensors are made
+            self._copies[place] = [room[place] for room, _ in self._rooms], [versions[place] for _, versions in self._rooms]
+        torch._foreach_copy_(*self._copies[place])
 
     @contextlib.contextmanager
     def adding(self, model: PreTrainedModel, slots: Tensor) -> Iterator[None]:
@@ -227,6 +231,7 @@ class AdapterBank:
         self.fill_rooms(place)
 
     def _point(self, model: PreTrainedModel) -> None:
+        self._copies.clear()
         for module in model.modules():
             target = target_of(module)
             if target is not None:
