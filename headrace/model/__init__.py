@@ -12,7 +12,7 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.lora import Adapter, Target, adapter_of, held_bytes, target_of
-    from headrace.model.arena import ALIGNMENT, Arena, Slot, allocate_bytes, arena_bytes, held_tensors, lay_out
+    from headrace.model.arena import ALIGNMENT, Arena, Layout, Slot, allocate_bytes, held_tensors, lay_out
     from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, layer_of, make_context
     from headrace.model.fused_head import AllowedTokens, Scaling
     from headrace.model.head import Head

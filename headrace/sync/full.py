@@ -10,12 +10,12 @@ from headrace.model import Arena, StagingBuffer, lay_out
 from headrace.records import Manifest, TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
     from torch import Tensor
 
-    from headrace.model import Slot
+    from headrace.model import Layout
     from headrace.records import Part, WeightUpdate
     from headrace.sync.transport import Target
 
@@ -38,7 +38,7 @@ class FullPayload:
         """Called when the sync closes or the layout of the weights has changed: drop all state."""
         self._image = None
 
-    def image(self, slots: Mapping[str, Slot], device: torch.device) -> Arena:
+    def image(self, slots: Layout, device: torch.device) -> Arena:
         """Return where to pack the weights, if not into the transport's memory."""
         if self._image is None or self._image.device != device:
             self._image = Arena(slots, device=device)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.model import Arena, Inspector, Slot, arena_bytes, describe, lay_out
+from headrace.model import Arena, Inspector, Layout, describe, lay_out
 from headrace.records import Manifest, Part, WeightUpdate
 from headrace.sync.full import FullPayload
 from headrace.sync.table import payload_class
@@ -51,7 +51,7 @@ class WeightSync:
         self._transport, self._policy, self._adapter, self._name = transport, policy, adapter, name
         self._payload = payload_class(payload)()
         self._attempts = itertools.count()
-        self._manifest, self._slots = Manifest.of(()), dict[str, Slot]()  # the layout of every image: the same in all versions
+        self._manifest, self._slots = Manifest.of(()), Layout()  # the layout of every image: the same in all versions
         self._inspectors: dict[torch.device, Inspector] = {}
         self._offered: dict[str, WeightUpdate] = {}  # by key: updates on the transport
         self._newest: WeightUpdate | None = None  # the last one released, which late engines catch up to
@@ -189,7 +189,7 @@ class WeightSync:
         """Return the image, and the transport's buffer if the image is in it: if the image itself travels and the buffer is on
         the weights' device. An arena whose buffer is on another device is its own image."""
         if self._payload.sends_image:
-            buffer = self._transport.allocate(key, arena_bytes(self._slots))
+            buffer = self._transport.allocate(key, self._slots.num_bytes)
             if buffer.device.type == _device(weights).type:
                 image = _view(buffer, self._slots)
                 _copy(image, weights)
@@ -247,7 +247,7 @@ class WeightSync:
             yield
 
 
-def _view(buffer: Tensor, slots: Mapping[str, Slot]) -> Arena:
+def _view(buffer: Tensor, slots: Layout) -> Arena:
     return Arena(slots, device=buffer.device, allocate=lambda *_: buffer)
 
 

@@ -107,7 +107,7 @@ class DeviceTrainer:
             narrow(model, dtype)
         self._weights = Arena.adopt(model)
         # What is trained, as engines lay it out.
-        self.arena = self._weights if adapter is None else Arena.adopt(adapter.to(dtype))
+        self.arena = self._weights if adapter is None else Arena.adopt(adapter.narrow(model, dtype))
         self._head = Head(model, exact=exact)
         self._routers = find_readable_routers(model)
         for name in ("router_aux", "router_z"):

@@ -96,8 +96,11 @@ class EngineCore:
         self.received = self.arena if self.adapter is None else Arena.adopt(self.adapter)  # what updates replace
         self.head = Head(model, exact=exact)
         self.keeps_addresses = has_kernels
-        if has_kernels and self.adapter is not None and (told := self.adapter.beyond_linear):
-            raise ModelError(f"{told}: the native engine's kernels do not apply that; leave it out, or run engines on the CPU")
+        if has_kernels and adapter_places > 1 and self.adapter is not None and (told := self.adapter.beyond_linear):
+            raise ModelError(
+                f"{told}, of which a batch on a GPU has one version: set partial.interrupt to 'keep', serve its folder as "
+                f"the model, or run engines on the CPU"
+            )
         twin = self._make_twin() if has_kernels else None  # before anything is hooked to the model
         self.routers = routers = find_readable_routers(model)
         shape = CacheShape.of(model)

@@ -8,6 +8,7 @@ can run meanwhile.
 from __future__ import annotations
 
 import copy
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -36,8 +37,13 @@ def make_twin(model: PreTrainedModel, arena: Arena) -> PreTrainedModel:
     adapter = adapter_of(model)
     shared = [*model.parameters(), *model.buffers(), *([] if adapter is None else adapter.parameters())]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    if (own := adapter_of(twin)) is not None:
+        own.settle_whole()
     for product in _products(twin):
         _join(product, arena)
+    for path, module in list(twin.named_modules()):
+        if _is_gated(module):
+            twin.set_submodule(path, _GatedLayers(module))
     return twin
 
 
@@ -90,6 +96,51 @@ class _Part(nn.Module):
         return output[..., self._start : self._stop]
 
 
+class _GatedLayers(nn.Module):
+    """down_proj(silu(gate_proj(x)) · up_proj(x)): one kernel adds the adapter to the first two and computes what follows."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = map(layers.get_submodule, ("gate_proj", "up_proj", "down_proj"))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate: Any = self.gate_proj
+        by_row = gate.headrace_target.adapter.by_row
+        if by_row is None:
+            inner = F.silu(gate(hidden)) * self.up_proj(hidden)
+        else:
+            inner = by_row(F.linear(hidden, gate.weight, gate.bias), hidden, gate.headrace_targets, is_gated=True)
+        output: Tensor = self.down_proj(inner)
+        return output
+
+
+class _Children(torch.fx.Tracer):
+    """Traces a module's own forward pass alone."""
+
+    def is_leaf_module(self, *_: object) -> bool:
+        return True
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Whether it computes what `_GatedLayers` does, with an adapter on layers that are one product."""
+    gate, activation = (getattr(module, name, None) for name in ("gate_proj", "act_fn"))
+    if not (isinstance(gate, _Part) and len(gate.headrace_targets) == 2 and isinstance(activation, nn.SiLU)):
+        return False
+    try:
+        graph = _Children().trace(module)
+    except torch.fx.proxy.TraceError:  # it branches on its input
+        return False
+    given, *steps, _ = graph.nodes
+    numbers = {node: index for index, node in enumerate([given, *steps])}
+    return [(step.target, [numbers[each] for each in step.args]) for step in steps] == [
+        ("gate_proj", [0]),
+        ("act_fn", [1]),
+        ("up_proj", [0]),
+        (operator.mul, [2, 3]),
+        ("down_proj", [4]),
+    ]
+
+
 class _Product(NamedTuple):
     """Linear layers of a module that are computed as one product."""
 
@@ -122,8 +173,8 @@ def _products(model: PreTrainedModel) -> list[_Product]:
 
 def _join(product: _Product, arena: Arena) -> None:
     weight = _joined(arena, product.weights)
-    if weight is None:
-        return
+    if weight is None or any(part.weight.data_ptr() not in _addresses(weight) for part in product.parts):
+        return  # such a part is trained whole
     bias = None
     if product.parts[0].bias is not None:
         bias = _joined(arena, [f"{name.removesuffix('weight')}bias" for name in product.weights])
@@ -138,6 +189,10 @@ def _join(product: _Product, arena: Arena) -> None:
             part.add_targets(product.targets, index)
         setattr(product.module, name, part)
         start += linear.out_features
+
+
+def _addresses(tensor: Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
 def _joined(arena: Arena, names: Sequence[str]) -> Tensor | None:
