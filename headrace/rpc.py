@@ -244,8 +244,9 @@ class Listener:
     """Accepts the streams of a run's processes. Each stream announces its process name and channel."""
 
     address: str
+    folder: Path | None = None
+    """Of a Unix socket: private to this user, and removed with the listener."""
     _server: asyncio.Server
-    _folder: Path | None = None
 
     def __init__(self, *, token: str) -> None:
         self._token = token
@@ -257,7 +258,7 @@ class Listener:
         """A Unix socket in a private folder whose name starts with `prefix`."""
         listener = cls(token=token)
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix or f'headrace-{os.getpid()}'}-", dir=socket_place()))
-        listener._folder, listener.address = folder, f"unix:{folder / 's'}"
+        listener.folder, listener.address = folder, f"unix:{folder / 's'}"
         listener._server = await asyncio.start_unix_server(listener._admit, folder / "s", limit=_READ_AHEAD)
         return listener
 
@@ -307,8 +308,8 @@ class Listener:
         self._server.close()
         for task in self._greeting:
             task.cancel()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 async def connect(address: str, *, token: str, name: str, channel: str, incarnation: int = 0) -> Stream:

@@ -214,7 +214,7 @@ async def _start(recipe: Recipe, model: str, folder: Path, *, halves: Halves | N
         async with processes.roles(model, UserInputs(), observer=observer, lineage=lineage) as roles:
             if halves is not None:
                 _pin(processes.engines[0].handle.pid, halves[0])
-                _pin(processes.trainer.handle.pid, halves[1])
+                _pin(processes.trainers[0].handle.pid, halves[1])
             yield _Rig(recipe, roles, observer, lineage)
 
 

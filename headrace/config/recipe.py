@@ -144,7 +144,9 @@ class Recipe:
         rows = [*self.train.describe(steps=self.steps), describe_gate(self), describe_buffer(self)]
         rows += self.engine.describe(max_tokens=self.sampling.max_tokens)
         if not self.is_inline:
-            rows.append(f"processes  launcher, {self.engine.num_engines} engine(s), trainer (orchestrate = 'local')")
+            parallel = self.train.parallel
+            layout = f" of {parallel.replicate} × {parallel.shard} ranks (train.parallel)" if parallel.is_on else ""
+            rows.append(f"processes  launcher, {self.engine.num_engines} engine(s), trainer{layout} (orchestrate = 'local')")
         return rows
 
 

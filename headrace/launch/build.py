@@ -33,7 +33,14 @@ from headrace.launch.inputs import (
     open_tasks,
     reward_functions,
 )
-from headrace.launch.placement import choose_device, choose_transport, device_of, receiving_devices, shares_device
+from headrace.launch.placement import (
+    check_ranks,
+    choose_device,
+    choose_transport,
+    receiving_devices,
+    shares_device,
+    trainer_devices,
+)
 from headrace.lora import base_of, has_bitsandbytes, hold_in_four_bits, read_tensors
 from headrace.model import (
     ModelError,
@@ -64,7 +71,7 @@ if TYPE_CHECKING:
     from headrace.observe import Observer
     from headrace.score import RewardWorkers
     from headrace.sync import Lineage
-    from headrace.trainer import PolicyTrainer
+    from headrace.trainer import PolicyTrainer, Ranks
 
 
 def preflight(recipe: Recipe, given: UserInputs) -> list[str]:
@@ -98,6 +105,7 @@ def check_quantization(recipe: Recipe) -> None:
 
 def check_settings(recipe: Recipe, given: UserInputs) -> None:
     """Raise unless this machine and the loss have what the settings need."""
+    check_ranks(recipe)
     check_sync(recipe)
     check_engine(recipe)
     check_loss(recipe.train.loss, recipe.train.constants)
@@ -114,7 +122,7 @@ def check_sync(recipe: Recipe) -> None:
     transport = transport_class(choose_transport(recipe))
     if engine_kind(recipe.engine).has_server and transport.needs_gpu_per_end and device == "cuda":
         places = receiving_devices(recipe)
-        if places & {"cpu", device_of(device, "trainer")}:
+        if places & {"cpu", *trainer_devices(recipe)}:
             raise ConfigError(
                 f"sync.transport = '{recipe.sync.transport}': the engine's process receives weights on "
                 f"{', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
@@ -180,9 +188,11 @@ def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
     return tuple(special[text] for text in stop if text in special)
 
 
-def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrainer:
-    """A trainer and its frozen models: the KL reference (by default the model RL starts from) and the distillation teacher."""
+def build_trainer(recipe: Recipe, model_path: str, *, device: str, ranks: Ranks | None = None) -> DeviceTrainer:
+    """A trainer and its frozen models: the KL reference (by default the model RL starts from) and the distillation teacher. One
+    of several `ranks` loads them on the host and moves its share to its device."""
     train = recipe.train
+    device, more = (device, dict[str, Any]()) if ranks is None else ("cpu", {"ranks": ranks})
     start = "" if recipe.lora.is_on else model_path  # the policy with its adapter off is the reference
     frozen_paths = {REFERENCE: (train.reference or start) if train.kl else "", TEACHER: train.teacher}
     frozen = {
@@ -191,6 +201,7 @@ def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrai
             exact=recipe.exact,
             offload="reference" in train.offload,
             keep_digits=column == REFERENCE and train.reference_mix < 1,
+            **more,
         )
         for column, path in frozen_paths.items()
         if path
@@ -208,6 +219,7 @@ def build_trainer(recipe: Recipe, model_path: str, *, device: str) -> DeviceTrai
         exact=recipe.exact,
         dtype=getattr(torch, recipe.model.dtype),
         frozen=frozen,
+        **more,
     )
     if recipe.lora.is_on and base_of(model_path):
         trainer.optimizer.load_weights(read_tensors(model_path))  # with the digits that model.dtype lacks

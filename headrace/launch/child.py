@@ -30,15 +30,18 @@ from headrace.launch.placement import Order
 from headrace.observe import ProcessTimeline
 from headrace.rpc import Peer, Stream, StreamClosed, connect, describe_error
 from headrace.sync import Lineage, WeightSync, make_transport
-from headrace.trainer import LocalTrainer
+from headrace.trainer import LocalTrainer, Ranks
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
+    from headrace.trainer import DeviceTrainer
 
 log = logging.getLogger("headrace.child")
 _ORPHANED_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 5.0
 _END_SECONDS = 30.0
+_RANKS_SHARE = 0.8
+"""Of the deadline, in which ranks find out that another hangs: before the launcher ends a run in which nothing moves."""
 
 
 class LauncherSilent(RuntimeError):
@@ -125,6 +128,8 @@ class RoleWorker:
         temporary.mkdir(parents=True, exist_ok=True)
         await trainer.abandon()  # so that no step waits for engines to load an update
         await trainer.save(temporary)
+        if self._order.index:  # rank 0 has waited for the others' files, and names the folder
+            return f"; rank {self._order.index} has saved its share"
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
         return f"; weights and optimizer as trained since version {trainer.version} was published are saved in {folder}"
@@ -139,8 +144,11 @@ class RoleWorker:
         state = {} if self._worker is None else await self._worker.state()
         return {"state": state, "report": self._timeline.report()}
 
-    async def _build(self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], most_blocks: int) -> dict[str, Any]:
-        """Load the model and start the role; the answer tells the launcher what it needs to know."""
+    async def _build(
+        self, recipe: dict[str, Any], model: str, lineage: dict[str, Any], most_blocks: int, meeting: str
+    ) -> dict[str, Any]:
+        """Load the model and start the role; the answer tells the launcher what it needs to know. The ranks of a trainer find
+        each other at `meeting`."""
         settings, order, placement = make_recipe(recipe), self._order, self._order.placement
         torch.set_num_threads(placement.threads)
         transport = make_transport(order.transport, is_sender=order.role == "trainer", device=placement.receives_on)
@@ -150,12 +158,21 @@ class RoleWorker:
         log.info("%s on %s, model %s, process %d", order.name, placement.device, model, os.getpid())
         if order.role == "engine":
             return await self._build_engine(settings, model, sync, most_blocks)
-        trainer = await asyncio.to_thread(build_trainer, settings, model, device=placement.device)
+        trainer = await asyncio.to_thread(self._build_trainer, settings, model, meeting)
         self._worker = LocalTrainer(
             trainer, sync=sync, timeline=self._timeline, in_threads=True, frees_memory=settings.engine.sleeps
         )
         self._control.calls.update(self._worker.calls())
         return {}
+
+    def _build_trainer(self, recipe: Recipe, model: str, meeting: str) -> DeviceTrainer:
+        order, parallel = self._order, recipe.train.parallel
+        device, ranks = order.placement.device, None
+        if parallel.is_on:
+            timeout = _RANKS_SHARE * order.deadline
+            ranks = Ranks.join(parallel, rank=order.index, address=meeting, device=device, timeout=timeout)
+            self._on_end.callback(ranks.close)
+        return build_trainer(recipe, model, device=device, ranks=ranks)
 
     async def _build_engine(self, recipe: Recipe, model: str, sync: WeightSync, most_blocks: int) -> dict[str, Any]:
         order, placement = self._order, self._order.placement

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.engine import adapter_places, blocks_for, engine_kind, free_memory
-from headrace.launch.placement import choose_device, choose_transport, device_of
+from headrace.launch.placement import choose_device, choose_transport, place_of
 from headrace.model import ModelError, adapter_shapes, bytes_per_number, parameter_shapes, quantized_sizes
 from headrace.settings import ConfigError
 from headrace.staleness import max_untrained_groups
@@ -100,7 +100,7 @@ def forecast_memory(
         recipe,
         shape,
         context=context,
-        free=free_memory(torch.device(device_of(device, "engine"))),
+        free=free_memory(torch.device(place_of(recipe, "engine"))),
         most_blocks=most_blocks,
         on_gpu=on_gpu,
         total=torch.cuda.mem_get_info()[1] if on_gpu else 0,

@@ -98,6 +98,10 @@ class LocalProcesses:
         self._build: dict[str, Any] = {}
         """Arguments of each process's `build` call."""
         self._stop_ids: list[int] = []
+        self.trainers: list[RoleProcess] = []
+        """One for each rank."""
+        self._lost_trainer: RoleProcess | None = None
+        """The first of them that was lost: the others follow it."""
         self._timelines: dict[str, MirroredTimeline] = {}
         self._say: Callable[[str], None] = print
 
@@ -107,7 +111,7 @@ class LocalProcesses:
         try:
             self.engines = [self.start_process("engine", index) for index in range(self._recipe.engine.num_engines)]
             if self._trains:
-                self.trainer = self.start_process("trainer", 0)
+                self.trainers = self._start_trainers()
         except BaseException:
             self._kill_all()
             raise
@@ -127,7 +131,8 @@ class LocalProcesses:
 
     def start_process(self, role: str, index: int) -> RoleProcess:
         """Called at the start, and again to restart a lost process: a new incarnation."""
-        name = f"engine-{index}" if role == "engine" else role
+        is_one_of_several = role == "engine" or self._recipe.train.parallel.is_on
+        name = f"{role}-{index}" if is_one_of_several else role
         self._incarnations[name] += 1
         placement = place_on_this_host(
             self._recipe, role, index, name=name, run_folder=self._folder, shared_folder=self._shared_folder
@@ -178,7 +183,7 @@ class LocalProcesses:
         num_sent = sum(map(math.prod, adapter.values())) or count_parameters(Path(model_path))
         weight_bytes = num_sent * bytes_per_number(recipe.model.dtype)
         transport_class(self._transport.transport).check_space(self._transport, weight_bytes)
-        self._build = {"recipe": to_dict(recipe), "model": model_path, "most_blocks": most_blocks}
+        self._build = {"recipe": to_dict(recipe), "model": model_path, "most_blocks": most_blocks, "meeting": ""}
         self._serve(observer, lineage)
         try:
             with contextlib.ExitStack() as watching:
@@ -225,9 +230,10 @@ class LocalProcesses:
         )
         starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(self.start_engine(each)) for each in self.engines]
         if self._trains:
-            starting.append(asyncio.ensure_future(self._start(self.trainer)))
+            self._arrange_meeting()
+            starting += [asyncio.ensure_future(self._start(rank)) for rank in self.trainers]
         try:
-            roles = self._roles_with(self.trainer) if self._trains else self._make_roles(trainer=None)
+            roles = self._roles_with(self.trainers) if self._trains else self._make_roles(trainer=None)
             engine, *_ = await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
@@ -236,19 +242,30 @@ class LocalProcesses:
         self._stop_ids = engine["stop_ids"]
         return roles.with_stop_ids(self._stop_ids)
 
-    def _roles_with(self, process: RoleProcess) -> Roles:
+    def _start_trainers(self) -> list[RoleProcess]:
+        return [self.start_process("trainer", rank) for rank in range(self._recipe.train.parallel.ranks)]
+
+    def _arrange_meeting(self) -> None:
+        """Where the trainer's ranks find each other: a new place at each start, which no rank of an earlier one knows."""
+        assert self._listener.folder is not None
+        number = self._incarnations[self.trainers[0].name]
+        self._build["meeting"] = f"file://{self._listener.folder / f'ranks-{number}'}"
+
+    def _roles_with(self, ranks: Sequence[RoleProcess]) -> Roles:
         """Everything the launcher keeps itself starts anew: tasks, scorer, encoder."""
-        trainer = RemoteTrainer(process, deadline=self._recipe.deadline)
+        trainer = RemoteTrainer(ranks, deadline=self._recipe.deadline)
         self.pool.delivery.source = TrainerSource(trainer, relays=self._relays)
         return self._make_roles(trainer=trainer)
 
     async def restart_trainer(self, *, observer: Observer, lineage: Lineage) -> Roles:
-        """Start a trainer in place of a lost one, for another session. The engines stay, idle, until it publishes: no generate
-        call is in flight any more. What the lost one left in shared memory is removed."""
-        self.trainer.give_up("was lost")
+        """Start a trainer in place of a lost one, for another session: all its ranks, if one is lost. The engines stay, idle,
+        until it publishes: no generate call is in flight any more. What the lost one left in shared memory is removed."""
+        lost, self.trainers, self._lost_trainer = self.trainers, [], None
+        for rank in lost:
+            rank.give_up("was lost")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_SECONDS):
-                await self.trainer.ended.wait()
+                await asyncio.gather(*(rank.ended.wait() for rank in lost))
         for path in self._shared_folder.glob(f"{self.prefix}-*"):
             if path.is_file():  # engines have folders there
                 path.unlink(missing_ok=True)
@@ -256,12 +273,18 @@ class LocalProcesses:
         if self._failure is None:  # otherwise the last engine is lost too, and `_watch` ends the next session
             self._has_failed.clear()
         self._serve(observer, lineage)
-        self.trainer = self.start_process("trainer", 0)
-        await self._start(self.trainer)
+        self.trainers = self._start_trainers()
+        self._arrange_meeting()
+        starting = [asyncio.ensure_future(self._start(rank)) for rank in self.trainers]
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
         if self._recipe.engine.sleeps:
             await self.pool.wake()
         await self.pool.resume()
-        return self._roles_with(self.trainer).with_stop_ids(self._stop_ids)
+        return self._roles_with(self.trainers).with_stop_ids(self._stop_ids)
 
     async def _say_goodbye(self) -> None:
         for process in self._started:
@@ -336,7 +359,8 @@ class LocalProcesses:
     async def _watch(self) -> None:
         """Waits for a failure that no restart of an engine fixes, and raises it."""
         await self._has_failed.wait()
-        raise self._failure or await self.trainer.explain()
+        assert self._failure is not None or self._lost_trainer is not None
+        raise self._failure or await (self._lost_trainer or self.trainers[0]).explain()
 
     def _describe(self) -> str:
         """Each process, its last reported activity, and its log."""
@@ -363,15 +387,19 @@ class LocalProcesses:
             return False
         if process.role == "engine":
             self._engine_peak = max(self._engine_peak, int(process.state.get("memory_peak", 0)))
-        self._timelines[process.role].take(process.name, report)
+        is_counted = process.role == "engine" or process.index == 0  # ranks do the same at the same time
+        self._timelines[process.role].take(process.name, report, is_counted=is_counted)
         return True
 
     async def _on_lost_trainer(self, trainer: RoleProcess) -> None:
-        """Waits for the trainer to be lost; ends the session then. Engines that join or catch up just now do so without it."""
+        """Waits for a trainer's process to be lost; ends the session then. Engines that join or catch up just now do so without
+        it."""
         await trainer.lost.wait()
-        self.pool.delivery.forget()
         self._timelines["trainer"].forget(trainer.name)
-        self._has_failed.set()
+        if trainer in self.trainers:  # else it is given up because another rank was lost
+            self._lost_trainer = self._lost_trainer or trainer
+            self.pool.delivery.forget()
+            self._has_failed.set()
 
     async def _replace(self, process: RoleProcess, engine: RemoteEngine) -> None:
         """Waits for an engine to be lost; restarts it then, or goes on without it while others are left."""

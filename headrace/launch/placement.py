@@ -72,7 +72,7 @@ class Order:
 
 
 def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Path, name: str, shared_folder: Path) -> Placement:
-    device = device_of(choose_device(recipe), role, index)
+    device = place_of(recipe, role, index)
     return Placement(
         host=platform.node(),
         address=recipe.sync.host,
@@ -88,7 +88,7 @@ def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Pat
 def threads_of(recipe: Recipe, role: str = "", *, cores: int = 0) -> int:
     """The role's own setting, or `threads`, or if both are 0 an equal share of the cores."""
     own = {"engine": recipe.engine.threads, "trainer": recipe.train.threads}.get(role, 0)
-    num_processes = 1 if recipe.is_inline else recipe.engine.num_engines + 1
+    num_processes = 1 if recipe.is_inline else recipe.engine.num_engines + recipe.train.parallel.ranks
     return own or recipe.threads or max(1, (cores or os.cpu_count() or 1) // num_processes)
 
 
@@ -110,12 +110,31 @@ def pick_device(wanted: str, *, exact: bool = False) -> str:
     return "cuda" if torch.cuda.is_available() and not exact else "cpu"
 
 
-def device_of(device: str, role: str, index: int = 0) -> str:
-    """Which GPU a process gets: the trainer the first, engines the others in turn; a single GPU is shared."""
+def place_of(recipe: Recipe, role: str, index: int = 0) -> str:
+    """Which GPU a process gets: the trainer's ranks the first ones, engines the others in turn. If none is left, they share."""
+    device, num_ranks = choose_device(recipe), recipe.train.parallel.ranks
     count = torch.cuda.device_count() if device == "cuda" else 0
     if count < 2:
         return device
-    return "cuda:0" if role == "trainer" else f"cuda:{1 + index % (count - 1)}"
+    if role == "trainer":
+        return f"cuda:{index}"
+    return f"cuda:{index % count}" if num_ranks >= count else f"cuda:{num_ranks + index % (count - num_ranks)}"
+
+
+def trainer_devices(recipe: Recipe) -> list[str]:
+    return [place_of(recipe, "trainer", rank) for rank in range(recipe.train.parallel.ranks)]
+
+
+def check_ranks(recipe: Recipe) -> None:
+    """Raise unless every rank of the trainer gets a process and, on GPUs, a GPU of its own."""
+    parallel, device = recipe.train.parallel, choose_device(recipe)
+    if not parallel.is_on:
+        return
+    layout = f"train.parallel = {{replicate = {parallel.replicate}, shard = {parallel.shard}}}: {parallel.ranks} ranks"
+    if recipe.is_inline:
+        raise ConfigError(f"{layout}, and orchestrate = 'inline' has one process; set orchestrate = 'local'")
+    if device == "cuda" and parallel.ranks > torch.cuda.device_count():
+        raise ConfigError(f"{layout}, and torch sees {torch.cuda.device_count()} GPUs; each rank needs one of its own")
 
 
 def receiving_devices(recipe: Recipe) -> set[str]:
@@ -125,7 +144,7 @@ def receiving_devices(recipe: Recipe) -> set[str]:
 def receiving_device(recipe: Recipe, index: int) -> str:
     """The device on which an engine's process receives new weights."""
     device = choose_device(recipe)
-    trainer, engine = device_of(device, "trainer"), device_of(device, "engine", index)
+    trainer, engine = place_of(recipe, "trainer"), place_of(recipe, "engine", index)
     return engine_kind(recipe.engine).receives_on(recipe, index, device=device, trainer=trainer, engine=engine)
 
 
@@ -134,12 +153,12 @@ def shares_device(recipe: Recipe) -> bool:
     device = choose_device(recipe)
     if device == "cpu":
         return len(os.sched_getaffinity(0)) < 2
-    trainer, is_elsewhere = device_of(device, "trainer"), bool(recipe.engine.vllm.urls)
-    return not is_elsewhere and any(device_of(device, "engine", each) == trainer for each in range(recipe.engine.num_engines))
+    trainers, is_elsewhere = trainer_devices(recipe), bool(recipe.engine.vllm.urls)
+    return not is_elsewhere and any(place_of(recipe, "engine", each) in trainers for each in range(recipe.engine.num_engines))
 
 
 def choose_transport(recipe: Recipe) -> str:
     """`sync.transport`, with `auto` resolved."""
-    trainer = device_of(choose_device(recipe), "trainer")
-    shares_gpu = trainer != "cpu" and receiving_devices(recipe) == {trainer}
+    trainers = set(trainer_devices(recipe))
+    shares_gpu = "cpu" not in trainers and len(trainers) == 1 and receiving_devices(recipe) == trainers
     return resolve_transport(recipe.sync.transport, is_one_process=recipe.is_inline, shares_gpu=shares_gpu)

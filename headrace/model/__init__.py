@@ -33,15 +33,19 @@ if TYPE_CHECKING:
         narrow,
         parameter_shapes,
         prepare,
+        put_before,
         quantized_sizes,
         served_dtype,
         set_template,
     )
-    from headrace.model.packing import Packed, pack, replaying, score
+    from headrace.model.packing import Packed, empty_pass, pack, replaying, score
     from headrace.model.pass_planning import Unit, members_of, num_rows, plan_passes
+    from headrace.model.rank_passes import PassCost, plan_rank_passes
     from headrace.model.routers import Routers, Watched, check_recorded, find_readable_routers
     from headrace.model.settings import ModelSettings, bytes_per_number
     from headrace.model.shape import ModelShape
+    from headrace.model.sharded_arena import ShardedArena
+    from headrace.model.sharded_weights import ShardedWeights
     from headrace.model.tiny import build_config, build_folder, build_tokenizer
     from headrace.model.weights import (
         Inspector,

@@ -85,6 +85,11 @@ class Layout(dict[str, Slot]):
         return max((stop for _, stop in self.regions.values()), default=0)
 
     @functools.cached_property
+    def offsets(self) -> dict[str, int]:
+        """The first byte of each tensor."""
+        return {name: self.regions[slot.dtype][0] + slot.start * slot.dtype.itemsize for name, slot in self.items()}
+
+    @functools.cached_property
     def padding(self) -> list[tuple[torch.dtype, int, int]]:
         """Where the flat buffers hold no tensor, in elements."""
         return [(slot.dtype, slot.stop, slot.end) for slot in set(self.values()) if slot.stop < slot.end]
@@ -118,6 +123,9 @@ class Arena:
     are adjacent, and so are their biases. Padding is zero and stays zero. `flat` holds all tensors and padding of one dtype in
     one dimension, `views` each tensor by name. `exchange` replaces them, and what `joined` returns; `copy_from` does not.
     """
+
+    gradients: Mapping[torch.dtype, Tensor] = MappingProxyType({})
+    """Of `flat`, in float32, if the arena keeps its tensors' gradients itself."""
 
     def __init__(self, slots: Mapping[str, Slot], *, device: torch.device, allocate: Allocate | None = None) -> None:
         self.slots = slots if isinstance(slots, Layout) else Layout(slots)
@@ -170,6 +178,11 @@ class Arena:
     def num_bytes(self) -> int:
         return self.memory.numel()
 
+    @property
+    def flats(self) -> list[Tensor]:
+        """The flat buffers, sorted by the name of their dtype."""
+        return [self.flat[dtype] for dtype in sorted(self.flat, key=str)]
+
     def joined(self, names: Sequence[str]) -> Tensor | None:
         """One view over adjacent tensors, stacked along dimension 0, and the room behind the last; None if there are gaps or
         they do not stack."""
@@ -190,6 +203,15 @@ class Arena:
             self.views, other.views = other.views, self.views
             for name, holder in self._holders.items():
                 holder.data = self.views[name]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of the model's."""
+        start = self.memory.data_ptr()
+        return start <= tensor.data_ptr() < start + self.num_bytes
+
+    def whole_gradient(self, name: str) -> Tensor | None:
+        """Where autograd adds up a tensor's gradient, if that is not where the arena keeps it."""
+        return None
 
     @torch.no_grad()
     def copy_from(self, other: Arena) -> None:

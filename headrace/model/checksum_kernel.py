@@ -6,6 +6,7 @@ order of programs does not matter. Imports Triton: import it only for a GPU.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,8 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from headrace.model.arena import Arena
@@ -29,19 +32,20 @@ _EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F
 @triton.jit
 def _sum_kernel(
     words: tl.tensor, starts: tl.tensor, sizes: tl.tensor, owners: tl.tensor, firsts: tl.tensor,
-    sums: tl.tensor, is_odd: tl.tensor,
+    skipped: tl.tensor, sums: tl.tensor, is_odd: tl.tensor,
     EXPONENTS: tl.constexpr, BELOW_SIGNS: tl.constexpr, SIGNS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     start, size = tl.load(starts + tensor), tl.load(sizes + tensor)
     first = (program - tl.load(firsts + tensor)).to(tl.int64) * (TILE * TILES)
+    before = tl.load(skipped + tensor)
     total = tl.zeros([TILE], dtype=tl.int64)
     even = tl.full([TILE], SIGNS, dtype=tl.int64)
     for tile in range(TILES):
         place = first + tile * TILE + tl.arange(0, TILE)
         word = tl.load(words + start + place, mask=place < size, other=0)
-        total += word * (place * 2 + 1)
+        total += word * ((before + place) * 2 + 1)
         if EXPONENTS != 0:
             # A lane is 0 if its exponent is all ones. Adding the mask below the signs then carries into the sign of every
             # other lane, and never into the next lane.
@@ -54,15 +58,17 @@ def _sum_kernel(
 
 class FlatTables:
     """Which block belongs to which tensor of an arena, on its device; valid for every arena of the same layout. Every tensor
-    starts at a multiple of eight bytes and is followed by zeros up to the next. Integers count as finite."""
+    starts at a multiple of eight bytes and is followed by zeros up to the next. Integers count as finite. `first_words`: of
+    tensors that are a range of a larger one, the place of their first word in it."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, first_words: Mapping[str, int] = MappingProxyType({})) -> None:
         device = arena.memory.device
         self._found = torch.zeros(2, len(arena.slots), dtype=torch.int64, device=device)
         self._tables: dict[torch.dtype, tuple[Tensor, ...]] = {}  # the kernel's arguments after `words`, by dtype
         places: list[int] = []
         for dtype in arena.flat:
             slots = {place: slot for place, slot in enumerate(arena.slots.values()) if slot.dtype == dtype}
+            before = [first_words.get(name, 0) for name, slot in arena.slots.items() if slot.dtype == dtype]
             starts = torch.tensor([slot.start * dtype.itemsize // _WORD for slot in slots.values()], dtype=torch.int64)
             num_words = [-(-(slot.stop - slot.start) * dtype.itemsize // _WORD) for slot in slots.values()]
             sizes = torch.tensor(num_words, dtype=torch.int64)
@@ -70,7 +76,8 @@ class FlatTables:
             owners = torch.repeat_interleave(torch.arange(len(slots), dtype=torch.int32), blocks)
             firsts = (blocks.cumsum(0) - blocks).to(torch.int32)
             sums, is_odd = self._found[:, len(places) : len(places) + len(slots)]
-            self._tables[dtype] = (*(table.to(device) for table in (starts, sizes, owners, firsts)), sums, is_odd)
+            skipped = torch.tensor(before, dtype=torch.int64)
+            self._tables[dtype] = (*(table.to(device) for table in (starts, sizes, owners, firsts, skipped)), sums, is_odd)
             places += slots
         self._order = np.argsort(np.asarray(places, dtype=np.int64))
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from headrace.model.routers import Routers
     from headrace.records import Array, Rollout
 
+_EMPTY_ROWS = 16
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -92,6 +94,27 @@ def pack(
         temperatures=to_device(temperatures),
         allowed=_allowed(rollouts, index - starts[sequence], sequence, device=device),
         routing=None if routing is None else to_device(routing[origin]),
+    )
+
+
+def empty_pass(*, device: torch.device | str, exact: bool = False) -> Packed:
+    """A pass over a few tokens without a target, for a rank that has no rollouts while others compute."""
+    count = EXACT_ROWS if exact else _EMPTY_ROWS
+
+    def numbers(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    return Packed(
+        layout=Layout([count], [-1]),
+        token_ids=numbers(count),
+        positions=torch.arange(count, device=device),
+        rows=numbers(0),
+        wanted=numbers(0),
+        index=numbers(0),
+        sequence=numbers(0),
+        temperatures=numbers(0, torch.float32),
+        allowed=None,
+        routing=None,
     )
 
 

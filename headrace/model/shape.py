@@ -102,6 +102,20 @@ class ModelShape:
         return self.embedding * (1 if self.is_tied else 2) + self.layers * self._attention + mlps
 
     @property
+    def row_flops(self) -> int:
+        """Of training on one token, without attention to others: 6 for each number it is multiplied with."""
+        routed = (
+            self.expert_layers * (self.experts_per_token + self.shared_experts) * 3 * self.hidden * self.expert_intermediate
+        )
+        dense = (self.layers - self.expert_layers) * 3 * self.hidden * self.intermediate
+        return 6 * (self.embedding + self.layers * self._attention + dense + routed)
+
+    @property
+    def pair_flops(self) -> int:
+        """Of training on a sequence, for each of its squared length (causal attention computes half of the pairs)."""
+        return 3 * self.layers * self.heads * (self.key_dim + self.value_dim)
+
+    @property
     def vectors(self) -> int:
         """Numbers in norms; biases are not counted."""
         return (2 * self.layers + 1) * self.hidden + 2 * self.layers * (self.key_dim if self.has_query_norms else 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,8 +48,10 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.detach()
 
 
-def checksum(tensor: Tensor) -> int:
-    """Σ word · (2 · place + 1) over a tensor's 64-bit words, modulo 2**64. One flipped bit, or two swapped parts, change it."""
+def checksum(tensor: Tensor, *, first_word: int = 0) -> int:
+    """Σ word · (2 · place + 1) over a tensor's 64-bit words, modulo 2**64. One flipped bit, or two swapped parts, change it.
+    `first_word`: the place of the first one, if the tensor is a range of a larger one, whose checksum is the sum of all its
+    ranges'."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() % 8:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
@@ -59,7 +63,7 @@ def checksum(tensor: Tensor) -> int:
     sums = []
     for start in range(0, words.numel(), size):
         part = words[start : start + size]
-        sums.append((part * places[: part.numel()]).sum() + 2 * start * part.sum())  # integers wrap at 2**64
+        sums.append((part * places[: part.numel()]).sum() + 2 * (first_word + start) * part.sum())  # integers wrap at 2**64
     return int(torch.stack(sums).sum()) & 0xFFFFFFFFFFFFFFFF  # all 64 bits: a flipped sign shows only in the highest
 
 
@@ -80,20 +84,22 @@ def describe(tensors: Mapping[str, Tensor]) -> Manifest:
 class Inspector:
     """Checksums of arenas of one layout, and their first tensor with NaN or infinity; on a GPU, one launch per dtype."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._inspect: Callable[[Arena], tuple[Array, str | None]] = _inspect
+    def __init__(self, arena: Arena, *, first_words: Mapping[str, int] = MappingProxyType({})) -> None:
+        """`first_words`: of tensors that are a range of a larger one, the place of their first 64-bit word in it."""
+        self._inspect: Callable[[Arena], tuple[Array, str | None]] = partial(_inspect, first_words=first_words)
         if arena.device.type == "cuda":
             from headrace.model.checksum_kernel import FlatTables
 
-            self._inspect = FlatTables(arena).inspect
+            self._inspect = FlatTables(arena, first_words).inspect
 
     def look(self, arena: Arena) -> tuple[Array, str | None]:
         """(checksums [tensors] in the order of the slots, name of the first tensor with NaN or infinity, or None)."""
         return self._inspect(arena)
 
 
-def _inspect(arena: Arena) -> tuple[Array, str | None]:
-    sums = np.asarray([checksum(view) for view in arena.views.values()], dtype=np.uint64)
+def _inspect(arena: Arena, *, first_words: Mapping[str, int]) -> tuple[Array, str | None]:
+    found = [checksum(view, first_word=first_words.get(name, 0)) for name, view in arena.views.items()]
+    sums = np.asarray(found, dtype=np.uint64)
     # A sum is the fastest pass over memory, and finite only if all numbers are. It may overflow, and in float16 does so with
     # ordinary weights: tensors that may hold NaN or infinity are looked at one by one.
     numbers = {dtype: flat for dtype, flat in arena.flat.items() if dtype in _CHECKED_NUMBERS}
@@ -129,7 +135,7 @@ class StagingBuffer:
         else:
             for name, view in self._arena.views.items():
                 view.copy_(self._running.views[name])
-        return [self._arena.flat[dtype] for dtype in sorted(self._arena.flat, key=str)]
+        return self._arena.flats
 
 
 class StagedWeights:

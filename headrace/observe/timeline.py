@@ -268,9 +268,10 @@ class MirroredTimeline(Timeline):
         self._at_start = self._sums()
         self._evaluated = 0.0
 
-    def take(self, name: str, report: dict[str, Any]) -> None:
-        """Store a process's newest report. In the trace each process has its own track."""
-        self._reports[name] = {**report["totals"], "occupied": report["occupied"], "slots": report["slots"]}
+    def take(self, name: str, report: dict[str, Any], *, is_counted: bool = True) -> None:
+        """Store a process's newest report, if its time is counted. In the trace each process has its own track."""
+        if is_counted:
+            self._reports[name] = {**report["totals"], "occupied": report["occupied"], "slots": report["slots"]}
         if self._on_slice is not None:
             for each in report["slices"]:
                 self._on_slice(name, Slice(*each))
@@ -278,6 +279,8 @@ class MirroredTimeline(Timeline):
 
     def forget(self, name: str) -> None:
         """A process has ended: its report still counts, and a restarted process may reuse the name."""
+        if name not in self._reports:  # its time was not counted
+            return
         ended = [self._reports.pop(each) for each in ("", name) if each in self._reports]
         self._reports[""] = {key: sum(report[key] for report in ended) for report in ended for key in report}
 

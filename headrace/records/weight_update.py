@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import numpy as np
 from headrace.records.validate import Array, Plain, check_kind, check_plain, frozen, unchecked_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +104,15 @@ class Part:
 
     Two trainer ranks that each hold half of a matrix of 8 elements would publish
 
-        Part(transport="files", key="7-0", place={"file": "rank0-7-0.safetensors", …}, num_bytes=…, ranges=(("matrix", 0, 4),))
-        Part(transport="files", key="7-0", place={"file": "rank1-7-0.safetensors", …}, num_bytes=…, ranges=(("matrix", 4, 8),))
+        Part(transport="files", key="trainer-0-7-0", sender="trainer-0", place={…}, num_bytes=…, ranges=(("matrix", 0, 4),))
+        Part(transport="files", key="trainer-1-7-0", sender="trainer-1", place={…}, num_bytes=…, ranges=(("matrix", 4, 8),))
     """
 
     transport: str
     key: str
-    """Identifies the bytes to the sender's transport."""
+    """Identifies the bytes to the sender's transport; no two senders of a run use one key."""
+    sender: str = ""
+    """The trainer's process that has the bytes, if there are several."""
     place: dict[str, Plain] = field(default_factory=dict)
     """Where receivers find them, in the transport's own terms."""
     num_bytes: int
@@ -119,7 +122,7 @@ class Part:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", tuple((str(name), start, stop) for name, start, stop in self.ranges))
-        for field_name, kind in (("transport", str), ("key", str), ("num_bytes", int)):
+        for field_name, kind in (("transport", str), ("key", str), ("sender", str), ("num_bytes", int)):
             check_kind(getattr(self, field_name), kind, f"weight update: {field_name}")
         check_plain(self.place, where="weight update: place")
         for name, start, stop in self.ranges:
@@ -145,7 +148,7 @@ class WeightUpdate:
     manifest: Manifest = field(default_factory=lambda: Manifest.of(()))
     """Accepts any iterable of `TensorInfo`."""
     parts: tuple[Part, ...] = ()
-    """Together they hold every tensor of the manifest; today a sender makes a single part."""
+    """Together they hold every tensor of the manifest. Each rank of a trainer makes one, and `join` puts them together."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.manifest, Manifest):
@@ -165,3 +168,34 @@ class WeightUpdate:
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
+
+    @classmethod
+    def join(cls, updates: Sequence[WeightUpdate]) -> WeightUpdate:
+        """One update of what the ranks of a trainer offer, each its own ranges: the checksum of a tensor is the sum of its
+        ranges'. Raises `ValueError` if they are not ranges of one version that cover it."""
+        first, *others = updates
+        if not others:
+            return first
+        about = [(each.policy, each.lineage, each.version, each.base_version, each.payload) for each in updates]
+        if len(set(about)) > 1 or not all(each.manifest.is_like(first.manifest) for each in others):
+            raise ValueError(f"the ranks of a trainer offer different things: {'; '.join(dict.fromkeys(map(str, about)))}")
+        parts = tuple(part for each in updates for part in each.parts)
+        _check_cover(first.manifest.layout, tuple(part.ranges for part in parts))
+        sums = np.stack([each.manifest.checksums for each in updates])
+        checksums: Array = np.add.reduce(sums, axis=0)  # wraps, as each of them does
+        return replace(first, manifest=first.manifest.with_checksums(checksums), parts=parts)
+
+
+@lru_cache(maxsize=4)
+def _check_cover(layout: str, ranges: tuple[tuple[tuple[str, int, int], ...], ...]) -> None:
+    """Raise unless the parts' ranges cover every tensor of a layout once. They are the same in all versions."""
+    reached = {info.name: 0 for info in _read(layout)}
+    for name, start, stop in sorted(each for part in ranges for each in part):
+        if reached.get(name) != start:
+            raise ValueError(
+                f"weight update: tensor {name!r} is covered up to {reached.get(name)}, and a range starts at {start}"
+            )
+        reached[name] = stop
+    short = next((info.name for info in _read(layout) if reached[info.name] != math.prod(info.shape)), None)
+    if short is not None:
+        raise ValueError(f"weight update: the ranks' ranges of tensor {short!r} end at element {reached[short]}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.sync.ipc_memory import OpenedMemory
     from headrace.sync.transport import Target, TransportConfig
 
-_MOST_OPENED = 4
+_MOST_OPENED = 4  # of one GPU: each rank of a trainer has its own
 _SPOILED = 256  # bytes inverted when a buffer is freed
 
 
@@ -51,7 +51,7 @@ class CudaIpcTransport(BufferedTransport[Any]):
 
         self._device = torch.device(device)
         super().__init__(lambda num_bytes: ipc_memory.ExportedMemory(max(num_bytes, 1), self._device))
-        self._opened: dict[str, OpenedMemory] = {}  # by handle, most recent last; until closed, it stays allocated
+        self._opened: dict[str, tuple[int, OpenedMemory]] = {}  # by handle, most recent last; until closed, it stays allocated
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> CudaIpcTransport:
@@ -97,17 +97,17 @@ class CudaIpcTransport(BufferedTransport[Any]):
         exported = ipc_memory.EXPORTED.get(place.handle)
         if exported is not None:
             return exported.tensor
-        opened = self._opened.pop(place.handle, None)
+        _, opened = self._opened.pop(place.handle, (0, None))
         if opened is None:
             try:
                 opened = ipc_memory.OpenedMemory(place.handle, place.size, torch.device("cuda", place.gpu))
             except (RuntimeError, ValueError) as error:
                 raise SyncError(f"the trainer's GPU memory cannot be opened ({error})") from error
-        self._opened[place.handle] = opened
-        while len(self._opened) > _MOST_OPENED:
-            self._close_opened(next(iter(self._opened)))
+        self._opened[place.handle] = place.gpu, opened
+        for handle in [each for each, (gpu, _) in self._opened.items() if gpu == place.gpu][:-_MOST_OPENED]:
+            self._close_opened(handle)
         return opened.tensor
 
     def _close_opened(self, handle: str) -> None:
         with contextlib.suppress(RuntimeError):  # the sender may be gone, and its memory with it
-            self._opened.pop(handle).drop()
+            self._opened.pop(handle)[1].drop()

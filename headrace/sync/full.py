@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace.errors import SyncError
-from headrace.model import Arena, StagingBuffer, lay_out
-from headrace.records import Manifest, TensorInfo
+from headrace.model import Arena
+from headrace.sync.ranges import RangesTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from headrace.model import Layout
+    from headrace.model import Layout, StagingBuffer
     from headrace.records import Part, WeightUpdate
     from headrace.sync.transport import Target
 
@@ -35,8 +34,13 @@ class FullPayload:
     # At the sender; `WeightSync` calls these with its lock held
 
     def reset(self) -> None:
-        """Called when the sync closes or the layout of the weights has changed: drop all state."""
+        """Called when the sync closes: drop all state."""
         self._image = None
+
+    def lay_out(self, dtypes: set[torch.dtype], *, is_share: bool) -> None:
+        """Called when the layout of the weights is known or has changed: drop all state. `is_share`: they are one rank's share
+        of tensors of these dtypes, and the other ranks must come to the same decisions."""
+        self.reset()
 
     def image(self, slots: Layout, device: torch.device) -> Arena:
         """Return where to pack the weights, if not into the transport's memory."""
@@ -70,25 +74,4 @@ class FullPayload:
         if not update.parts:
             raise SyncError("it has no parts: nothing says where its weights are")
         for part in update.parts:
-            if part.ranges:
-                _receive_ranges(part, update.manifest, incoming, fetch)
-            else:
-                fetch(part, incoming)
-
-
-def _receive_ranges(part: Part, manifest: Manifest, incoming: StagingBuffer, fetch: Fetch) -> None:
-    """A part travels as an image of its ranges; a range that covers a whole tensor has its shape, others are flat."""
-    known = {info.name: info for info in manifest}
-    ranges = []
-    for name, start, stop in part.ranges:
-        info = known.get(name)
-        if info is None or stop > (size := math.prod(info.shape)):
-            raise SyncError(f"it has no elements {start} to {stop} of tensor {name!r}")
-        shape = info.shape if stop - start == size else (stop - start,)
-        num_bytes = info.num_bytes // size * (stop - start)
-        ranges.append(TensorInfo(name=name, shape=shape, dtype=info.dtype, num_bytes=num_bytes, checksum=0))
-    device = next(iter(incoming.views.values())).device
-    image = Arena(lay_out(Manifest.of(ranges)), device=device)
-    fetch(part, StagingBuffer(image, running=image, check=incoming.check))
-    for name, start, stop in part.ranges:
-        incoming.views[name].view(-1)[start:stop].copy_(image.views[name].view(-1))
+            fetch(part, RangesTarget(part.ranges, update.manifest, incoming) if part.ranges else incoming)

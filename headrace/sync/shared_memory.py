@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,15 +20,14 @@ from headrace.sync.memory import BufferedTransport
 from headrace.sync.transport import read_place, too_little_space
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+    from typing import BinaryIO
 
     from torch import Tensor
 
     from headrace.records import Plain
     from headrace.sync.transport import Target, TransportConfig
-
-_MOST_MAPPED = 4
 
 
 class Segment:
@@ -78,8 +78,8 @@ class SharedMemoryTransport(BufferedTransport[Segment]):
     def __init__(self, *, prefix: str, folder: Path) -> None:
         super().__init__(lambda num_bytes: Segment(self._spare_path(), max(num_bytes, 1)))
         self._folder, self._prefix = folder, prefix
-        self._numbers = itertools.count()
-        self._mapped: dict[int, Tensor] = {}  # at a receiver, by inode, most recent last: a mapping is faster to read again
+        self._id, self._numbers = secrets.token_hex(4), itertools.count()  # several senders of a run share the folder
+        self._mapped: dict[int, tuple[BinaryIO, Tensor]] = {}  # at a receiver, by inode: a mapping is faster to read again
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> SharedMemoryTransport:
@@ -106,7 +106,16 @@ class SharedMemoryTransport(BufferedTransport[Segment]):
 
     def close(self) -> None:
         super().close()
-        self._mapped.clear()
+        self._drop_mapped(lambda _: True)
+
+    def prepare(self, places: Sequence[Mapping[str, Plain]]) -> None:
+        self._drop_mapped(lambda file: not os.fstat(file.fileno()).st_nlink)  # its sender has dropped it
+
+    def _drop_mapped(self, is_dropped: Callable[[BinaryIO], bool]) -> None:
+        for inode, (file, _) in list(self._mapped.items()):
+            if is_dropped(file):
+                del self._mapped[inode]
+                file.close()
 
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
         there = read_place(Place, place)
@@ -117,27 +126,26 @@ class SharedMemoryTransport(BufferedTransport[Segment]):
             file = path.open("r+b")
         except OSError as error:
             raise SyncError(f"it is not on offer: {path} cannot be read: {error.strerror}") from error
-        with file:
-            mapped = self._map(file.fileno())
+        mapped = self._map(file)
         if len(mapped) < target.num_bytes or there.bytes != target.num_bytes:
             raise SyncError(f"{path} holds {there.bytes} bytes and {target.num_bytes} were announced")
         target.write(0, mapped[: target.num_bytes])
 
-    def _map(self, descriptor: int) -> Tensor:
+    def _map(self, file: BinaryIO) -> Tensor:
+        """The segment of an open file, which stays open until the segment is dropped."""
         import torch
 
-        status = os.fstat(descriptor)
-        mapped = self._mapped.pop(status.st_ino, None)
-        if mapped is None or len(mapped) != status.st_size:
+        status = os.fstat(file.fileno())
+        if status.st_ino in self._mapped:
+            file.close()
+        else:
             size = status.st_size
-            mapped = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8) if size else torch.empty(0)
-        self._mapped[status.st_ino] = mapped
-        while len(self._mapped) > _MOST_MAPPED:
-            self._mapped.pop(next(iter(self._mapped)))
-        return mapped
+            mapped = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8) if size else torch.empty(0)
+            self._mapped[status.st_ino] = file, mapped
+        return self._mapped[status.st_ino][1]
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{self._prefix}-{key}"
 
     def _spare_path(self) -> Path:
-        return self._folder / f"{self._prefix}-spare{next(self._numbers)}"
+        return self._folder / f"{self._prefix}-spare-{self._id}-{next(self._numbers)}"

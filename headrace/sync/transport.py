@@ -143,6 +143,9 @@ class Transport(ABC):
 
     # The receiver's end
 
+    def prepare(self, places: Sequence[Mapping[str, Plain]]) -> None:  # noqa: B027  (few keep anything)
+        """Called before an update is fetched, with all its places: drop what is kept for other updates or senders."""
+
     @abstractmethod
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
         """Write the buffer posted at `place` into the target. `receiver` is this end's name in `push`."""

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.model import Arena, Inspector, Layout, describe, lay_out
+from headrace.model import Arena, Inspector, Layout, ShardedWeights, describe, lay_out
 from headrace.records import Manifest, Part, WeightUpdate
 from headrace.sync.full import FullPayload
+from headrace.sync.ranges import Share, whole_manifest
 from headrace.sync.table import payload_class
 
 if TYPE_CHECKING:
@@ -46,12 +47,15 @@ class WeightSync:
         adapter: dict[str, Plain] | None = None,
         name: str = "",
     ) -> None:
-        """`adapter`: the settings of the adapter, if the weights are one. `name`: the receiver's name in `send`."""
+        """`adapter`: the settings of the adapter, if the weights are one. `name`: the receiver's name in `send`, or the
+        sender's among several ranks."""
         self.lineage = lineage
         self._transport, self._policy, self._adapter, self._name = transport, policy, adapter, name
         self._payload = payload_class(payload)()
         self._attempts = itertools.count()
         self._manifest, self._slots = Manifest.of(()), Layout()  # the layout of every image: the same in all versions
+        # Which ranges the image is of, on one of several ranks; the manifest is then of the whole.
+        self._share: Share | None = None
         self._inspectors: dict[torch.device, Inspector] = {}
         self._offered: dict[str, WeightUpdate] = {}  # by key: updates on the transport
         self._newest: WeightUpdate | None = None  # the last one released, which late engines catch up to
@@ -70,32 +74,37 @@ class WeightSync:
     def offer(
         self,
         version: int,
-        tensors: Iterable[tuple[str, Tensor]] | Arena,
+        tensors: Iterable[tuple[str, Tensor]] | Arena | ShardedWeights,
         *,
         whole: bool = False,
         on_read: Callable[[], None] = lambda: None,
     ) -> WeightUpdate:
         """Read the current weights and make them ready to be fetched. The trainer calls this when a version is trained. Calls
-        `on_read` as soon as the weights may change, before this returns. `whole` forbids a delta, as in every retry."""
-        key = f"{version}-{next(self._attempts)}"
-        weights = tensors if isinstance(tensors, Arena) else dict(tensors)
-        device = _device(weights)
+        `on_read` as soon as the weights may change, before this returns. `whole` forbids a delta, as in every retry. On one of
+        several ranks the update is of its share, for `WeightUpdate.join`; it has no parts if the share is empty."""
+        if isinstance(tensors, ShardedWeights) and not tensors.ranges:  # other ranks offer the same weights
+            on_read()
+            manifest = whole_manifest(tensors.slots)
+            return WeightUpdate(policy=self._policy, lineage=self.lineage.id, version=version, manifest=manifest)
+        key = self._key(version, is_share=isinstance(tensors, ShardedWeights))
         try:
-            with self._lock, self._side_stream(device):
-                self._lay_out(weights)
-                image, buffer = self._pack(weights, key)
-                if image is not weights:
-                    _settle(device)
-                    on_read()
-                manifest = self._hash(image)
-                body, base = self._payload.encode(image, version=version, key=key, whole=whole)
-                views: Mapping[str, Tensor] = image.views
-                if buffer is None:
-                    buffer = self._copied(key, body)
-                    views = _view(buffer, self._slots).views if base is None else {self._payload.name: buffer}
-                    if image is weights:
+            with self._lock:
+                weights = self._lay_out(tensors)
+                device = _device(weights)
+                with self._side_stream(device):
+                    image, buffer = self._pack(weights, key)
+                    if image is not weights:
+                        _settle(device)
                         on_read()
-                return self._post(key, buffer, version=version, base=base, manifest=manifest, views=views)
+                    manifest = self._hash(image)
+                    body, base = self._payload.encode(image, version=version, key=key, whole=whole)
+                    views: Mapping[str, Tensor] = image.views
+                    if buffer is None:
+                        buffer = self._copied(key, body)
+                        views = _view(buffer, self._slots).views if base is None else {self._payload.name: buffer}
+                        if image is weights:
+                            on_read()
+                    return self._post(key, buffer, version=version, base=base, manifest=manifest, views=views)
         except BaseException:
             self._free(key)
             raise
@@ -137,7 +146,7 @@ class WeightSync:
                 return missed
             made = self._caught_up
             if made is None or made.version != newest.version or not self._own_key(made):
-                key = f"{newest.version}-{next(self._attempts)}"
+                key = self._key(newest.version, is_share=self._share is not None)
                 with self._side_stream(missed.device):
                     buffer = self._copied(key, missed.memory)
                 views = _view(buffer, missed.slots).views
@@ -157,6 +166,7 @@ class WeightSync:
     def receive(self, update: WeightUpdate, incoming: StagingBuffer) -> None:
         """Write the update's weights. An engine's `load` calls this in its own thread, then checks checksums itself."""
         try:
+            self._transport.prepare([part.place for part in update.parts])
             payload_class(update.payload).receive(update, incoming, self._fetch)
         except SyncError as error:
             over = ", ".join(dict.fromkeys(part.transport for part in update.parts))
@@ -165,25 +175,46 @@ class WeightSync:
     def _fetch(self, part: Part, target: Target) -> None:
         if part.transport != self._transport.name:
             raise SyncError(f"this engine receives over {self._transport.name}")
-        self._transport.fetch(part.place, target, receiver=self._name)
+        try:
+            self._transport.fetch(part.place, target, receiver=self._name)
+        except SyncError as error:
+            if not part.sender:
+                raise
+            raise SyncError(f"from {part.sender}: {error}") from error
 
-    def _lay_out(self, weights: Weights) -> None:
+    def _key(self, version: int, *, is_share: bool) -> str:
+        return f"{self._name}-" * is_share + f"{version}-{next(self._attempts)}"
+
+    def _lay_out(self, tensors: Iterable[tuple[str, Tensor]] | Arena | ShardedWeights) -> Weights:
         """Names, shapes and dtypes as these weights have them; all state is dropped if they have changed."""
+        if isinstance(tensors, ShardedWeights):
+            share = self._share if self._share is not None and self._share.is_of(tensors) else Share(tensors)
+            if share is not self._share:
+                self._use(share.manifest, share.slots, share)
+            return share.tensors(tensors)
+        weights = tensors if isinstance(tensors, Arena) else dict(tensors)
         if isinstance(weights, Arena) and self._slots is weights.slots:
-            return
+            return weights
         manifest = describe(weights.views if isinstance(weights, Arena) else weights)
         if isinstance(weights, Arena) or not self._slots or not self._manifest.is_like(manifest):
-            self._manifest, self._slots = manifest, weights.slots if isinstance(weights, Arena) else lay_out(manifest)
-            self._inspectors.clear()
-            self._payload.reset()
+            self._use(manifest, weights.slots if isinstance(weights, Arena) else lay_out(manifest), None)
+        return weights
+
+    def _use(self, manifest: Manifest, slots: Layout, share: Share | None) -> None:
+        self._manifest, self._slots, self._share = manifest, slots, share
+        self._inspectors.clear()
+        whole = slots if share is None else share.whole
+        self._payload.lay_out({slot.dtype for slot in whole.values()}, is_share=share is not None)
 
     def _hash(self, image: Arena) -> Manifest:
+        share = self._share
         if image.device not in self._inspectors:
-            self._inspectors[image.device] = Inspector(image)
+            first_words = {} if share is None else share.first_words
+            self._inspectors[image.device] = Inspector(image, first_words=first_words)
         sums, odd = self._inspectors[image.device].look(image)
         if odd is not None:
             raise SyncError(f"tensor {odd!r} holds NaN or infinity; such weights are not published")
-        return self._manifest.with_checksums(sums)
+        return self._manifest.with_checksums(sums if share is None else share.checksums(sums))
 
     def _pack(self, weights: Weights, key: str) -> tuple[Arena, Tensor | None]:
         """Return the image, and the transport's buffer if the image is in it: if the image itself travels and the buffer is on
@@ -213,7 +244,15 @@ class WeightSync:
     ) -> WeightUpdate:
         """`base` is the base version if the buffer holds a delta."""
         name = FullPayload.name if base is None else self._payload.name
-        place = self._transport.post(key, views)
+        place, share = self._transport.post(key, views), self._share
+        part = Part(
+            transport=self._transport.name,
+            key=key,
+            sender="" if share is None else self._name,
+            place=place,
+            num_bytes=len(buffer),
+            ranges=() if share is None else share.ranges,
+        )
         update = WeightUpdate(
             policy=self._policy,
             lineage=self.lineage.id,
@@ -222,7 +261,7 @@ class WeightSync:
             payload=name,
             adapter=self._adapter,
             manifest=manifest,
-            parts=(Part(transport=self._transport.name, key=key, place=place, num_bytes=len(buffer)),),
+            parts=(part,),
         )
         self._offered[key] = update
         return update

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from headrace.trainer.frozen_model import FrozenModel
     from headrace.trainer.local import LocalTrainer
     from headrace.trainer.memory_prediction import TrainerMemory, predict_memory
+    from headrace.trainer.parallel import ParallelSettings
     from headrace.trainer.parameter_groups import ParameterSettings, match_parameters
     from headrace.trainer.protocol import PolicyTrainer, Published, Superseded
+    from headrace.trainer.ranks import RankError, Ranks
     from headrace.trainer.remote import RemoteTrainer
     from headrace.trainer.schedule import learning_rate
     from headrace.trainer.settings import TrainSettings

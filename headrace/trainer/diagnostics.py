@@ -9,7 +9,7 @@ have made differently.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,12 +17,15 @@ import torch
 from headrace.algorithms import ratio_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from headrace.algorithms import Objective, TokenTensors
     from headrace.model import Packed
     from headrace.records import Array, Rollout
     from headrace.trainer.protocol import Metrics
+    from headrace.trainer.ranks import Ranks
 
 
 class Diagnostics:
@@ -78,18 +81,15 @@ class Diagnostics:
         for name, total in totals.items():
             self._totals[name] = self._totals.get(name, 0) + total.double()
 
-    def metrics(self) -> Metrics:
+    def metrics(self, ranks: Ranks | None = None) -> Metrics:
         """Return means over tokens, ESS = (Σρ)²/(n Σρ²), the same of the correction's weights, χ² = E[ρ²] − 1 and the spread of
-        versions."""
-        if self._largest is None:
-            loss = float(sum(self._sums.values()))
+        versions; of all ranks' tokens, if there are several."""
+        sums, totals, largest, count = self._read(ranks)
+        if largest is None:
+            loss = sum(sums.values())
             return {"loss": loss, **dict.fromkeys(("tokens", "mismatch", "mismatch_max", "ess", "chi2", "version_spread"), 0.0)}
-        every = torch.cat([torch.stack([*self._sums.values(), *self._totals.values()]), self._largest]).tolist()
-        *read, mismatch_max, newest, minus_oldest = every
-        totals = dict(zip(self._totals, read[len(self._sums) :], strict=True))
-        read = read[: len(self._sums)]
+        mismatch_max, newest, minus_oldest = largest
         num_differing, num_recorded = totals.pop("differing", 0.0), totals.pop("recorded", 0.0)
-        sums, count = dict(zip(self._sums, read, strict=True)), self._num_tokens
         squared, correction_squared = sums.pop("ratio_squared"), sums.pop("correction_squared")
         mismatch = sums.pop("mismatch") / max(sums.pop("is_current"), 1)
         return {
@@ -105,6 +105,33 @@ class Diagnostics:
             **({"routing_differs": num_differing / num_recorded} if num_recorded else {}),
             **totals,
         }
+
+    def _read(self, ranks: Ranks | None) -> tuple[Metrics, Metrics, list[float] | None, int]:
+        """Sums, totals, maxima and tokens, read from the device at once."""
+        tensors = [*self._sums.values(), *self._totals.values(), *([] if self._largest is None else self._largest)]
+        read = torch.stack(tensors).tolist() if tensors else []
+        num_sums, num_named = len(self._sums), len(self._sums) + len(self._totals)
+        sums = dict(zip(self._sums, read[:num_sums], strict=True))
+        totals = dict(zip(self._totals, read[num_sums:num_named], strict=True))
+        found: dict[str, Any] = {
+            "sums": sums,
+            "totals": totals,
+            "largest": read[num_named:] or None,
+            "tokens": self._num_tokens,
+        }
+        parts = [found] if ranks is None else ranks.exchange(found)
+        maxima = [part["largest"] for part in parts if part["largest"] is not None]
+        largest = [float(np.max(each)) for each in zip(*maxima, strict=True)] if maxima else None
+        tokens = sum(part["tokens"] for part in parts)
+        return _added(part["sums"] for part in parts), _added(part["totals"] for part in parts), largest, tokens
+
+
+def _added(parts: Iterable[Metrics]) -> Metrics:
+    total: Metrics = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def is_sampled_by(rollout: Rollout, version: int) -> Array:

@@ -3,35 +3,48 @@ policy (`train.reference_every`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from headrace.model import Arena, Head, adapter_of
+from headrace.trainer.sharding import Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
+
+    from headrace.trainer.ranks import Ranks
 
 
 class FrozenModel:
     """A model and its head, used as a context. If offloaded, its weights are on the GPU only within it."""
 
     def __init__(
-        self, model: PreTrainedModel, *, exact: bool = False, offload: bool = False, keep_digits: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        exact: bool = False,
+        offload: bool = False,
+        keep_digits: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         """`keep_digits`: hold narrow weights in float32 too, in the host's memory, because `mix` would lose a small share in
-        their rounding."""
+        their rounding. `ranks`: over which the model is sharded; it may then be on the host."""
         self.model = model.eval().requires_grad_(False)
-        self.arena = Arena.adopt(self.model)
+        is_sharded = ranks is not None and ranks.shard > 1
+        self.sharding = Sharding(self.model, ranks) if ranks is not None and is_sharded else None
+        if ranks is not None and not is_sharded:
+            cast("nn.Module", self.model).to(ranks.device)  # transformers wraps `to` and loses its types
+        self.arena = self.sharding.arena if self.sharding is not None else Arena.adopt(self.model)
         self.head = Head(self.model, exact=exact)
         narrow = {dtype: flat for dtype, flat in self.arena.flat.items() if dtype.is_floating_point and dtype.itemsize < 4}
         self._wide = {dtype: flat.to("cpu", torch.float32) for dtype, flat in narrow.items() if keep_digits}
         self._on_host: Arena | None = None
-        if offload and self.arena.device.type == "cuda":
+        if offload and not is_sharded and self.arena.device.type == "cuda":
             self._on_host = Arena(self.arena.slots, device=torch.device("cpu"), allocate=_pinned)
             self._on_host.copy_from(self.arena)
             self._num_bytes = self.arena.memory.untyped_storage().size()
@@ -60,7 +73,8 @@ class FrozenModel:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the weights by name, for a checkpoint. May be called while the model is used."""
-        held, slots = self._held(), {(slot.dtype, slot.start): (name, slot) for name, slot in self.arena.slots.items()}
+        held = self._held()
+        slots = {(slot.dtype, slot.start, slot.shape): (name, slot) for name, slot in self.arena.slots.items()}
         return {
             name: held[slot.dtype][slot.start : slot.stop].view(slot.shape).to("cpu", copy=True)
             for name, slot in slots.values()

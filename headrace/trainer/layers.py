@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -37,22 +39,19 @@ def recompute(model: PreTrainedModel) -> None:
 
 def saved_tensors(weights: Arena, *, on_host: bool) -> contextlib.AbstractContextManager[object]:
     """Context for a forward pass: decides where what it saves for the backward pass is kept."""
-    return OnHost(weights) if on_host and weights.device.type == "cuda" else contextlib.nullcontext()
+    return OnHost(weights.holds) if on_host and weights.device.type == "cuda" else contextlib.nullcontext()
 
 
 class OnHost(torch.autograd.graph.saved_tensors_hooks):
     """Copies saved tensors, except weights, to pinned host memory in a side stream, and back for the backward pass."""
 
-    def __init__(self, weights: Arena) -> None:
-        self._stream = torch.cuda.Stream()
-        start = weights.memory.data_ptr()
-        self._weights = range(start, start + weights.num_bytes)
+    def __init__(self, is_weight: Callable[[Tensor], bool]) -> None:
+        self._stream, self._is_weight = torch.cuda.Stream(), is_weight
         super().__init__(self._put_away, self._bring_back)
 
     def _put_away(self, tensor: Tensor) -> Any:  # noqa: ANN401  (autograd passes it to `_bring_back`)
         is_small = tensor.numel() * tensor.element_size() < _WORTH_MOVING
-        is_weight = tensor.data_ptr() in self._weights
-        if is_small or is_weight or not tensor.is_cuda or not tensor.is_contiguous():
+        if is_small or self._is_weight(tensor) or not tensor.is_cuda or not tensor.is_contiguous():
             return tensor
         home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -8,6 +8,7 @@ here waits for the GPU: the update itself reads the clipping norm, and whether t
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,13 +17,14 @@ from headrace.settings import ConfigError
 from headrace.trainer.update_rules import RULES, AdamW, Muon
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from headrace.model import Arena, Slot
+    from headrace.model import Arena
     from headrace.trainer.loss_scale import LossScale
     from headrace.trainer.parameter_groups import ParameterSettings
+    from headrace.trainer.ranks import Ranks
     from headrace.trainer.settings import TrainSettings
     from headrace.trainer.update_rules import Segment
 
@@ -40,14 +42,19 @@ class FlatOptimizer:
         groups: Mapping[str, ParameterSettings] | None = None,
         outer: Collection[str] = (),
         loss_scale: LossScale | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`groups`: settings of single parameters. `outer`: embeddings and heads, which Muon leaves to AdamW. `loss_scale`:
-        what gradients have been multiplied by."""
+        what gradients have been multiplied by. `ranks`: the trainer's, if there are several: a sharded arena is a part of
+        what is updated, any other is updated alike on all."""
+        self._ranks = ranks
+        self._sharded = [list(arena.gradients.values()) for arena, _ in trained]  # gradients of this rank's parts
         self._settings, self._is_offloaded = settings, offload
         self._groups, self._outer = groups or {}, outer
         self.loss_scale = loss_scale
         self._homes: dict[str, Segment] = {}  # by parameter name
         self._named: dict[int, str] = {}  # by id of the parameter
+        self._collected: dict[str, Tensor] = {}  # where autograd adds up each gradient
         self._arenas = [self._segments(arena, parameters) for arena, parameters in trained]
         if not all(self._arenas):
             raise ConfigError("every parameter of the model is frozen: there is nothing to train")
@@ -57,23 +64,29 @@ class FlatOptimizer:
         """Runs of trained tensors of one dtype with only padding between them, all updated alike."""
         order = sorted(arena.slots, key=lambda name: (str(arena.slots[name].dtype), arena.slots[name].start))
         found = []
-        for (is_trained, _, (rule, rate, decay)), names in itertools.groupby(
-            order, key=lambda name: (name in parameters, arena.slots[name].dtype, self._treatment(name, arena.slots[name]))
-        ):
-            if not is_trained:
+
+        def kind(name: str) -> tuple[torch.dtype, tuple[type[Segment], float, float]] | None:
+            is_trained = name in parameters
+            return (arena.slots[name].dtype, self._treatment(name, parameters[name].shape)) if is_trained else None
+
+        for alike, names in itertools.groupby(order, key=kind):
+            if alike is None:
                 continue
+            _, (rule, rate, decay) = alike
             slots = {name: arena.slots[name] for name in names}
             segment = rule(arena, slots, self._settings, decay=decay, rate=rate, offload=self._is_offloaded)
             found.append(segment)
             for name in slots:
                 self._homes[name] = segment
                 self._named[id(parameters[name])] = name
-                _collect(parameters[name], self.gradient(name))
+                whole = arena.whole_gradient(name)
+                self._collected[name] = self.gradient(name) if whole is None else whole
+                _collect(parameters[name], self._collected[name], is_kept=whole is None)
         return found
 
-    def _treatment(self, name: str, slot: Slot) -> tuple[type[Segment], float, float]:
+    def _treatment(self, name: str, shape: Sequence[int]) -> tuple[type[Segment], float, float]:
         """(rule, factor of the learning rate, weight decay) of a parameter."""
-        group, is_matrix = self._groups.get(name), _is_decayed(name, slot)
+        group, is_matrix = self._groups.get(name), _is_decayed(name, shape)
         decay = self._settings.weight_decay if group is None or group.weight_decay is None else group.weight_decay
         rule = RULES[self._settings.optimizer]
         if rule is Muon and (not is_matrix or name in self._outer):
@@ -85,7 +98,9 @@ class FlatOptimizer:
         """Step with the accumulated gradient, then zero it. Takes a learning rate and returns a gradient norm per arena. If any
         norm is not finite, weights and moments do not change and the step is not counted."""
         norm, scale = torch.linalg.vector_norm, 1.0 if self.loss_scale is None else self.loss_scale.value
+        self._add_up()
         norms = torch.stack([norm(torch.stack([norm(s.gradient) for s in segments])) for segments in self._arenas]) / scale
+        norms = self._join(norms)
         is_odd = (~torch.isfinite(norms).all()).float()
         limit = self._settings.max_grad_norm
         shrinks = scale * (((norms + 1e-6) / limit).clamp_min(1.0) if limit else torch.ones_like(norms))
@@ -96,6 +111,24 @@ class FlatOptimizer:
                 segment.gradient.zero_()
         self.num_steps += 1 - is_odd
         return norms
+
+    def _add_up(self) -> None:
+        """Sum gradients over ranks: of a sharded arena its ranks have done so pass by pass, and only replicas are left."""
+        if self._ranks is None:
+            return
+        for segments, parts in zip(self._arenas, self._sharded, strict=True):
+            for part in parts:
+                self._ranks.sum_over_replicas(part)
+            for segment in () if parts else segments:
+                self._ranks.sum(segment.gradient)
+
+    def _join(self, norms: Tensor) -> Tensor:
+        """The norms of whole arenas, from those of this rank's parts."""
+        if self._ranks is None or not any(self._sharded):
+            return norms
+        is_sharded = torch.tensor([bool(parts) for parts in self._sharded], device=norms.device)
+        squares = self._ranks.sum_over_shards(torch.where(is_sharded, norms, 0.0).square())
+        return torch.where(is_sharded, squares.sqrt(), norms)
 
     def settle(self) -> None:
         """Wait until offloaded state is written back to host memory."""
@@ -113,9 +146,9 @@ class FlatOptimizer:
         return home.view(home.gradient, name)
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """A parameter's gradient; None if it is not trained."""
+        """Where a pass adds up a parameter's gradient; None if it is not trained."""
         name = self._named.get(id(parameter))
-        return None if name is None else self.gradient(name)
+        return None if name is None else self._collected[name]
 
     def master(self, name: str) -> Tensor:
         """A parameter in float32."""
@@ -132,6 +165,20 @@ class FlatOptimizer:
             found |= {f"{name}.{key}": tensor.to("cpu", copy=True) for key, tensor in home.state_of(name).items()}
             found[f"{name}.step"] = self.num_steps.to("cpu", copy=True)
         return found
+
+    def state_keys(self) -> Iterator[tuple[str, int, str]]:
+        """(parameter, numbers per row, name of the state) of all that `state` returns by parameter."""
+        for name, home in self._homes.items():
+            for key in home.state:
+                yield name, home.block, key
+
+    def state_like(self, name: str, key: str) -> Tensor:
+        """A parameter's part of one kind of state."""
+        return self._homes[name].state_of(name)[key]
+
+    def count(self, name: str) -> int:
+        """Numbers that are trained here of a parameter."""
+        return math.prod(self._homes[name].slots[name].shape)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -153,9 +200,9 @@ class FlatOptimizer:
                 home.view(flat, name).copy_(tensors[name])
 
 
-def _collect(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Make autograd accumulate the parameter's gradient in `gradient`."""
-    if parameter.dtype == torch.float32:
+def _collect(parameter: nn.Parameter, gradient: Tensor, *, is_kept: bool) -> None:
+    """Make autograd accumulate the parameter's gradient in `gradient`, which has memory at all times if it `is_kept`."""
+    if parameter.dtype == torch.float32 and is_kept:
         parameter.grad = gradient
         return
 
@@ -167,8 +214,8 @@ def _collect(parameter: nn.Parameter, gradient: Tensor) -> None:
     parameter.register_post_accumulate_grad_hook(add)
 
 
-def _is_decayed(name: str, slot: Slot) -> bool:
+def _is_decayed(name: str, shape: Sequence[int]) -> bool:
     """Only matrices are; experts' biases (`gate_up_proj_bias`) and heads' norms (`q_norm.weight`) are not, though 2-D."""
     *modules, last = name.split(".")
     is_norm = bool(modules) and "norm" in modules[-1].lower()
-    return len(slot.shape) >= _MATRIX and not last.endswith("bias") and not is_norm
+    return len(shape) >= _MATRIX and not last.endswith("bias") and not is_norm

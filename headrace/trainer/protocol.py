@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.durable import Fingerprints
+    from headrace.model import ShardedWeights
     from headrace.records import Array, Batch, WeightUpdate
 
 Metrics = dict[str, float]
@@ -39,8 +40,8 @@ class Trainer(Protocol):
         """Set the reference's weights to share · current + (1 − share) · reference. Called after an optimizer step whose batch
         asks for it."""
 
-    def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the weights to publish after a version has been trained."""
+    def tensors(self) -> Iterable[tuple[str, Tensor]] | ShardedWeights:
+        """Return the weights to publish after a version has been trained; of several ranks, each returns its part."""
 
     def save(self, folder: Path, *, on_read: Callable[[], None] = lambda: None) -> Fingerprints:
         """Write the weights as a Hugging Face folder, with the optimizer state in it, and return the size and checksum of each
@@ -70,7 +71,7 @@ class PolicyTrainer(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Its process is gone, and the weights with it."""
+        """A process of it is gone, and weights with it, or waits for one that failed."""
 
     @property
     def num_passes(self) -> int:

@@ -8,11 +8,12 @@ import json
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers.utils import logging as transformers_logging
 
 from headrace.durable import seal
 from headrace.model import adapter_of, named_tensors
+from headrace.trainer.saved_state import OPTIMIZER, REFERENCE, SavedState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ def save(
     """Write the optimizer's float32 masters as weights, so that a restart loses nothing, and the `reference`, if given. All
     state is copied to the host before `on_read` is called; any thread may write it."""
     transformers_logging.disable_progress_bar()
-    with _side_stream(next(model.parameters()).device):
+    with side_stream(next(model.parameters()).device):
         optimizer.settle()
         adapter = adapter_of(model)
         weights, state = _state(model if adapter is None else adapter, optimizer), optimizer.state()
@@ -67,7 +68,7 @@ def save(
 
 
 @contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
+def side_stream(device: torch.device) -> Iterator[None]:
     """On a GPU, copy in a separate stream, after what is queued so far: the next pass need not wait for the copies."""
     if device.type != "cuda":
         yield
@@ -95,17 +96,21 @@ def load(model: PreTrainedModel, optimizer: FlatOptimizer, folder: Path, *, refe
     transformers_logging.disable_progress_bar()
     adapter = adapter_of(model)
     learner: nn.Module = model if adapter is None else adapter
-    theirs = (
-        dict(named_tensors(type(model).from_pretrained(folder, dtype=torch.float32, use_safetensors=True)))
-        if adapter is None
-        else adapter.read(folder)
-    )
-    state = load_file(folder / OPTIMIZER_FILE)
-    optimizer.load_weights({**theirs, **{name: tensor for name, tensor in state.items() if name in optimizer.names}})
+    theirs = load_whole(model, folder) if adapter is None else adapter.read(folder)
+    state = SavedState(folder, OPTIMIZER)
+    optimizer.load_weights({**theirs, **state.values(VALUE_HEAD)})
     with torch.no_grad():
         for name, tensor in named_tensors(learner):
             if name not in optimizer.names:
                 tensor.copy_(theirs[name])
-    optimizer.load_state(state)
+    optimizer.load_state(state.of(optimizer, {}))
     if reference is not None:
-        reference.load_state(load_file(folder / REFERENCE_FILE))
+        kept = SavedState(folder, REFERENCE)
+        reference.load_state(
+            {name: kept.read(name, 0, view.numel()).reshape(view.shape) for name, view in reference.arena if name in kept}
+        )
+
+
+def load_whole(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """A folder's weights, in float32 in the host's memory."""
+    return dict(named_tensors(type(model).from_pretrained(folder, dtype=torch.float32, use_safetensors=True)))

@@ -8,6 +8,7 @@ from typing import Literal
 
 from headrace.algorithms import ADVANTAGES, loss_traits
 from headrace.settings import ELASTIC, OPERATIONAL, ConfigError, check
+from headrace.trainer.parallel import ParallelSettings
 from headrace.trainer.parameter_groups import ParameterSettings  # noqa: TC001  (`build` reads type hints at run time)
 from headrace.trainer.schedule import check_schedule
 
@@ -21,6 +22,7 @@ _LEAST = {
 class TrainSettings:
     """The trainer and its algorithm."""
 
+    parallel: ParallelSettings = field(default_factory=ParallelSettings, metadata=ELASTIC)
     threads: int = field(default=0, metadata=ELASTIC)
     """Of torch on CPU; 0 takes `threads`."""
     batch: int = 256
@@ -152,6 +154,11 @@ class TrainSettings:
             check(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number ≥ 0")
         for name in ("learning_rate", "eps"):
             check(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
+        num_trained, num_ranks = self.batch // self.mini_batches, self.parallel.ranks
+        if num_trained < num_ranks:
+            parts = f" in {self.mini_batches} mini-batches" if self.mini_batches > 1 else ""
+            fix = f"set it to at least {num_ranks * self.mini_batches}, or take fewer ranks (train.parallel)"
+            raise ConfigError(f"batch = {self.batch}{parts}: a step has fewer rollouts than the {num_ranks} ranks; {fix}")
         check_schedule(self)
         for name in ("reference_mix", "entropy_quantile", "entropy_step"):
             check(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1")

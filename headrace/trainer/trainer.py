@@ -1,11 +1,11 @@
-"""A `Trainer` of one model on one device."""
+"""A `Trainer` of one model on one device, or on this rank's of several."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -28,10 +28,15 @@ from headrace.algorithms import (
 from headrace.model import (
     Arena,
     Head,
+    ModelShape,
     Packed,
+    PassCost,
+    ShardedArena,
+    ShardedWeights,
     adapter_of,
     can_group_experts,
     check_recorded,
+    empty_pass,
     find_readable_routers,
     hidden_states,
     make_context,
@@ -40,17 +45,19 @@ from headrace.model import (
     narrow,
     pack,
     plan_passes,
+    plan_rank_passes,
     replaying,
 )
 from headrace.observe import peak_memory
 from headrace.settings import ConfigError
-from headrace.trainer import layers, saving
+from headrace.trainer import layers, saving, sharded_saving
 from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
 from headrace.trainer.frozen_model import FrozenModel, WithoutAdapter
 from headrace.trainer.loss_scale import LossScale
 from headrace.trainer.optimizer import FlatOptimizer
 from headrace.trainer.parameter_groups import match_parameters
 from headrace.trainer.router_losses import router_losses
+from headrace.trainer.sharding import Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,9 +67,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from headrace.durable import Fingerprints
-    from headrace.model import Watched
+    from headrace.model import Unit, Watched
     from headrace.records import Array, Batch, Rollout
     from headrace.trainer.protocol import Metrics
+    from headrace.trainer.ranks import Ranks
     from headrace.trainer.settings import TrainSettings
 
 _VALUE_TIMES = 10.0  # default learning rate of the value head, relative to the policy's: higher, because the head starts at 0
@@ -88,35 +96,39 @@ class DeviceTrainer:
         exact: bool = False,
         dtype: torch.dtype = torch.float32,
         frozen: Mapping[str, FrozenModel] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`frozen`: models by the column of their logprobs. If the model has an adapter, that alone is trained, and without it
-        the model is the reference, unless another is given."""
+        the model is the reference, unless another is given. `ranks`: the group this process has joined; the model may then be
+        on the host, and only this rank's part of it moves to its device."""
         self.model = model.eval()  # no dropout, as in the engine; gradients still flow
         self.num_passes = 0
         self._tokenizer, self._settings, self._exact = tokenizer, settings, exact
         self._frozen: dict[str, FrozenModel | WithoutAdapter] = dict(frozen or {})
-        self._device = next(model.parameters()).device
+        self._ranks = ranks if ranks is not None and ranks.count > 1 else None
+        self._device = next(model.parameters()).device if self._ranks is None else self._ranks.device
         adapter = adapter_of(model)
         if adapter is not None:
             self._frozen.setdefault(REFERENCE, WithoutAdapter(model, exact=exact))
         learner: nn.Module = model if adapter is None else adapter
         digits: dict[str, Tensor] = {}
         if _loses_digits(learner, dtype):  # on the host until the masters exist, so that the GPU does not hold them twice
-            digits = {name: tensor.to("cpu", copy=True) for name, tensor in named_tensors(learner)}
+            digits = {name: tensor.to("cpu") for name, tensor in named_tensors(learner)}
         if dtype != torch.float32:
             narrow(model, dtype)
-        self._weights = Arena.adopt(model)
-        # What is trained, as engines lay it out.
-        self.arena = self._weights if adapter is None else Arena.adopt(adapter.narrow(model, dtype))
+        groups = match_parameters(settings.parameters, dict(learner.named_parameters()))
+        for name, group in groups.items():
+            learner.get_parameter(name).requires_grad_(not group.freeze)
+        self._sharding = self._shard(learner)
+        self._weights = Arena.adopt(model) if self._sharding is None else self._sharding.arena
+        # What is trained, as engines lay it out; an adapter is whole on every rank.
+        self.arena = self._weights if adapter is None else Arena.adopt(adapter.narrow(model, dtype).to(self._device))
         self._head = Head(model, exact=exact)
         self._routers = find_readable_routers(model)
         for name in ("router_aux", "router_z"):
             if self._routers is None and getattr(settings, name):
                 raise ConfigError(f"train.{name} = {getattr(settings, name):g}: the model has no router to train; set it to 0")
         self._values = make_value_head(model) if VALUES in needed_columns(settings.loss) else None
-        groups = match_parameters(settings.parameters, dict(learner.named_parameters()))
-        for name, group in groups.items():
-            learner.get_parameter(name).requires_grad_(not group.freeze)
         trained = [(self.arena, {name: p for name, p in learner.named_parameters() if p.requires_grad})]
         outer = [name for name, p in model.named_parameters() if id(p) in _embeddings(model)]
         if self._values is not None:
@@ -131,13 +143,34 @@ class DeviceTrainer:
             groups=groups,
             outer=outer,
             loss_scale=LossScale() if torch.float16 in self.arena.flat else None,
+            ranks=self._ranks,
         )
         if digits:
-            self.optimizer.load_weights(digits)
+            self.optimizer.load_weights({name: self._piece(name, tensor) for name, tensor in digits.items()})
         if settings.recompute == "layers":
             layers.recompute(model)
         if self._device.type == "cuda" and not exact and dtype != torch.float32 and can_group_experts(model):
             layers.compile_all(model)
+
+    def _shard(self, learner: nn.Module) -> Sharding | None:
+        """Move the model to this rank's device, whole or in part."""
+        ranks, settings = self._ranks, self._settings
+        if ranks is None:
+            return None
+        if ranks.shard == 1:
+            cast("nn.Module", self.model).to(self._device)  # transformers wraps `to` and loses its types
+            return None
+        layout = f"train.parallel.shard = {ranks.shard}"
+        if settings.optimizer == "muon" and learner is self.model:
+            raise ConfigError(f"{layout}: train.optimizer = 'muon' needs whole matrices; set it to 'adamw' or 'adamw_8bit'")
+        if settings.reference_every and any(group.freeze for group in settings.parameters):
+            given = "a reference that follows the policy (train.reference_every) cannot be sharded"
+            raise ConfigError(f"{layout}: {given} where train.parameters freezes some; leave one of them out")
+        return Sharding(self.model, ranks)
+
+    def _piece(self, name: str, tensor: Tensor) -> Tensor:
+        """What this rank trains of a tensor."""
+        return self.arena.piece(name, tensor) if isinstance(self.arena, ShardedArena) else tensor
 
     def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
         scorer = self._frozen.get(column)
@@ -145,22 +178,24 @@ class DeviceTrainer:
         if column not in COMPUTED or (scorer is None and not is_own):
             raise missing_column("the trainer", column)
         model, head = (self.model, self._head) if scorer is None else (scorer.model, scorer.head)
+        sharding = scorer.sharding if isinstance(scorer, FrozenModel) else self._sharding
         results = [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
         with torch.no_grad(), scorer or contextlib.nullcontext():
             for members, packed in self._passes(batch.rollouts):
                 self.num_passes += 1
-                with replaying(self._routers if scorer is None else None, packed):
-                    rows = self._hidden(model, packed)
-                if column == VALUES:
-                    values = self._estimates(rows)
-                    assert values is not None
-                else:
-                    logprobs, entropies = head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
-                    values = entropies if column == ENTROPY else logprobs
+                with sharding or contextlib.nullcontext():
+                    with replaying(self._routers if scorer is None else None, packed):
+                        rows = self._hidden(model, packed, sharding)
+                    if column == VALUES:
+                        values = self._estimates(rows)
+                        assert values is not None
+                    else:
+                        logprobs, entropies = head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
+                        values = entropies if column == ENTROPY else logprobs
                 found, sequence = values.cpu().numpy(), packed.sequence.cpu().numpy()
                 for place, member in enumerate(members):
                     results[member][_targets(batch.rollouts[member])] = found[sequence == place]
-        return results
+        return results if self._ranks is None else self._ranks.merge(results)
 
     def forward_backward(self, batch: Batch) -> Metrics:
         rollouts, columns = batch.rollouts, self._columns(batch)
@@ -175,6 +210,9 @@ class DeviceTrainer:
             given |= batch_corrections(batch, columns[PROXIMAL])
 
         def prepared(members: Sequence[int], packed: Packed) -> _Pass:
+            if not members:
+                return _Pass(packed, [], {}, {})
+
             def gathered(arrays: Mapping[str, Sequence[Array]]) -> dict[str, Tensor]:
                 return {name: packed.gather([each[member] for member in members]) for name, each in arrays.items()}
 
@@ -186,11 +224,15 @@ class DeviceTrainer:
         for each in [prepared(*each) for each in self._passes(rollouts)]:
             self.num_passes += 1
             # The backward pass is within both: it may recompute layers.
-            with replaying(self._routers, each.packed) as differs, self._watching() as watched:
+            with (
+                self._sharding or contextlib.nullcontext(),
+                replaying(self._routers, each.packed) as differs,
+                self._watching() as watched,
+            ):
                 self._train_pass(batch, each, seen, watched)
             if differs is not None:
                 seen.add_routing(differs, each.packed)
-        metrics = seen.metrics()
+        metrics = seen.metrics(self._ranks)
         self._is_loss_finite = math.isfinite(metrics["loss"])
         return metrics
 
@@ -218,15 +260,30 @@ class DeviceTrainer:
         assert isinstance(reference, FrozenModel)
         reference.mix(self.arena, share)
 
-    def tensors(self) -> Arena:
-        """Return the weights in the engine's dtypes."""
-        return self.arena
+    def tensors(self) -> Arena | ShardedWeights:
+        """Return the weights in the engine's dtypes; if there are several ranks, this one's ranges of them."""
+        if self._ranks is None:
+            return self.arena
+        if isinstance(self.arena, ShardedArena):
+            return self.arena.weights(is_offered=self._ranks.replica == 0)
+        whole = [(name, 0, view.numel(), view.reshape(-1)) for name, view in self.arena] if self._ranks.rank == 0 else []
+        return ShardedWeights(self.arena.slots, whole)
 
     def save(self, folder: Path, *, on_read: Callable[[], None] = lambda: None) -> Fingerprints:
-        return saving.save(self.model, self._tokenizer, self.optimizer, folder, reference=self._reference, on_read=on_read)
+        """Of several ranks, each returns the fingerprints of its own files."""
+        given = self.model, self._tokenizer, self.optimizer, folder
+        if self._ranks is not None and isinstance(self.arena, ShardedArena):
+            return sharded_saving.save(*given, arena=self.arena, ranks=self._ranks, reference=self._reference, on_read=on_read)
+        if self._ranks is not None and self._ranks.rank:
+            on_read()
+            return {}
+        return saving.save(*given, reference=self._reference, on_read=on_read)
 
     def load(self, folder: Path) -> None:
-        saving.load(self.model, self.optimizer, folder, reference=self._reference)
+        if isinstance(self.arena, ShardedArena):
+            sharded_saving.load(self.model, self.optimizer, folder, arena=self.arena, reference=self._reference)
+        else:
+            saving.load(self.model, self.optimizer, folder, reference=self._reference)
 
     @property
     def _reference(self) -> FrozenModel | None:
@@ -240,9 +297,21 @@ class DeviceTrainer:
         places = [place for place, rollout in enumerate(rollouts) if _targets(rollout).any()]
         rollouts, settings = [rollouts[place] for place in places], self._settings
         is_target, share = [rollout.loss_mask for rollout in rollouts], settings.share_prefixes and not self._exact
-        for units in plan_passes(rollouts, budget=settings.micro_batch_tokens, share=share):
+        for units in self._plan(rollouts, share=share):
+            if not units:
+                yield [], empty_pass(device=self._device, exact=self._exact)
+                continue
             packed = pack(rollouts, is_target, units=units, device=self._device, exact=self._exact)
             yield [places[member] for member in members_of(units)], packed
+
+    def _plan(self, rollouts: Sequence[Rollout], *, share: bool) -> list[list[Unit]]:
+        """The passes of this rank; an empty one where others need one more."""
+        budget = self._settings.micro_batch_tokens
+        if self._ranks is None:
+            return plan_passes(rollouts, budget=budget, share=share)
+        shape = ModelShape.of(self.model.config)
+        cost = PassCost(shape.row_flops, shape.pair_flops)
+        return plan_rank_passes(rollouts, budget=budget, count=self._ranks.count, cost=cost, share=share)[self._ranks.rank]
 
     def _columns(self, batch: Batch) -> dict[str, Sequence[Array]]:
         """Return the columns that every rollout has, and compute the needed ones that are missing. `proximal` is computed only
@@ -263,7 +332,7 @@ class DeviceTrainer:
     def _train_pass(self, batch: Batch, each: _Pass, seen: Diagnostics, watched: Mapping[int, Watched] | None) -> None:
         packed = each.packed
         with layers.saved_tensors(self._weights, on_host="activations" in self._settings.offload):
-            rows = self._hidden(self.model, packed)
+            rows = self._hidden(self.model, packed, self._sharding)
 
         def judge(start: int, stop: int, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
             with torch.enable_grad():
@@ -272,8 +341,8 @@ class DeviceTrainer:
                 of_logprobs, of_entropies = torch.autograd.grad(self._scaled(loss), leaves, allow_unused=True)
                 return torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs, of_entropies
 
-        loss = None
-        if packed.allowed is None and self._values is None:
+        loss = None if each.counts else rows.sum()  # of no rows: an empty pass has gradients of 0
+        if loss is None and packed.allowed is None and self._values is None:
             gathered = self.optimizer.gradient_of(self._head.weight)
             loss = self._head.backpropagate(
                 rows, packed.wanted, packed.temperatures, judge, counts=each.counts, gathered=gathered
@@ -281,13 +350,16 @@ class DeviceTrainer:
         if loss is None:
             logprobs, entropies = self._head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
             loss = self._scaled(self._objective(batch, each, slice(None), logprobs, entropies, self._estimates(rows), seen))
-        if watched:
+        if watched and each.counts:
             num_targets = sum(int(np.count_nonzero(_targets(rollout))) for rollout in batch.rollouts)
             aux, z = router_losses(list(watched.values()), packed, num_targets=num_targets)
             added = self._settings.router_aux * aux + self._settings.router_z * z
             seen.add_totals(added, router_aux=aux, router_z=z)
             loss = loss + self._scaled(added)
-        loss.backward()
+        if loss.requires_grad or each.counts:
+            loss.backward()
+        if self._sharding is not None:
+            self._sharding.end_backward()
 
     def _watching(self) -> contextlib.AbstractContextManager[Mapping[int, Watched] | None]:
         """Within it, routers leave what their losses need, if there are any."""
@@ -334,10 +406,12 @@ class DeviceTrainer:
         """The value head's estimate at each row."""
         return None if self._values is None else self._values(rows.float()).squeeze(1)
 
-    def _hidden(self, model: PreTrainedModel, packed: Packed) -> Tensor:
+    def _hidden(self, model: PreTrainedModel, packed: Packed, sharding: Sharding | None) -> Tensor:
         """[targets, width]: the hidden state that predicts each target."""
         context = make_context(packed.layout, self._device, self._exact)
         hidden = hidden_states(model, packed.token_ids, packed.positions, context)
+        if sharding is not None:
+            sharding.use_head()
         return hidden.index_select(0, packed.rows)
 
 

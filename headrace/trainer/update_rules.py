@@ -48,7 +48,10 @@ class Segment:
             return tensor.pin_memory() if offload and torch.cuda.is_available() else tensor
 
         self.masters = weights if self._is_own_master else resting(weights.float().to(device))
-        self.gradient = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
+        if arena.gradients:
+            self.gradient = arena.gradients[weights.dtype][self._start : stop]
+        else:
+            self.gradient = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
         shapes = self._state_shapes(len(weights))
         self.state = {
             name: resting(torch.zeros(shapes[name], dtype=dtype, device=device)) for name, dtype in self.STATE.items()
@@ -79,7 +82,7 @@ class Segment:
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
         """Yield (masters, gradient, state) on the weights' device; what was offloaded is written back after use."""
         device, count = self.gradient.device, len(self.gradient)
-        size = self.at_once or (_STREAMED if self._is_offloaded else count)
+        size = self.at_once or (_STREAMED if self._is_offloaded else max(count, 1))
         for start in range(0, count, size):
             span, rows = slice(start, start + size), self._span(start, min(start + size, count))
             homes = {"": self.masters[span], **{name: tensor[rows] for name, tensor in self.state.items()}}

@@ -271,7 +271,7 @@ def test_what_the_disk_refuses_there_is_the_same_error_here(tmp_path, kind):
         placement = SimpleNamespace(log=tmp_path / "trainer.log")
         process = RoleProcess("trainer", "trainer", handle=SimpleNamespace(), placement=placement)
         process.streams["control"] = SimpleNamespace(begin=begin)
-        await RemoteTrainer(process, deadline=30).save(tmp_path)
+        await RemoteTrainer([process], deadline=30).save(tmp_path)
 
     with pytest.raises(RoleFailed if kind == "ValueError" else OSError, match="not here"):
         asyncio.run(main())

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from headrace.config import make_recipe
-from headrace.launch.placement import Order, Placement, place_on_this_host
+from headrace.launch.placement import Order, Placement, check_ranks, place_on_this_host, threads_of
+from headrace.settings import ConfigError
 from headrace.sync import TransportConfig
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def placement(role: str, index: int, **settings: object) -> Placement:
@@ -45,3 +43,29 @@ def test_a_placement_says_everything_that_the_process_must_not_decide(monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert placement("trainer", 0).device == placement("trainer", 0).receives_on == "cuda:0"
     assert [placement("engine", index).device for index in range(3)] == ["cuda:1", "cuda:2", "cuda:1"]
+
+
+def test_every_rank_of_the_trainer_gets_a_gpu_and_engines_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    ranks = {"train.parallel.replicate": 2, "train.parallel.shard": 1}
+    assert [placement("trainer", rank, **ranks).device for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert [placement("engine", index, **ranks).device for index in range(3)] == ["cuda:2", "cuda:3", "cuda:2"]
+    everywhere = {"train.parallel.shard": 4}
+    assert [placement("engine", index, **everywhere).device for index in range(5)] == [f"cuda:{i}" for i in (0, 1, 2, 3, 0)]
+    check_ranks(make_recipe(everywhere))
+    for settings, words in (
+        ({"train.parallel.shard": 5}, "5 ranks, and torch sees 4 GPUs; each rank needs one of its own"),
+        ({"train.parallel.replicate": 2, "orchestrate": "inline"}, r"\{replicate = 2, shard = 1\}: 2 ranks.*'inline' has one"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_ranks(make_recipe(settings))
+    with pytest.raises(ConfigError, match=r"train\.batch = 8 in 2 mini-batches: a step has fewer rollouts than the 6 ranks"):
+        make_recipe({"train.batch": 8, "train.mini_batches": 2, "train.parallel.shard": 6})
+    with pytest.raises(ConfigError, match=r"train\.parallel\.shard = 0: must be at least 1"):
+        make_recipe({"train.parallel.shard": 0})
+
+
+def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe({"engine.count": 2, "train.parallel.shard": 2})
+    assert threads_of(recipe, "trainer", cores=8) == 2

@@ -172,6 +172,19 @@ def test_slices_are_passed_on_once_and_each_process_has_a_track():
     assert shown == [("engine-0", slices[0]), ("engine-1", slices[0])]
 
 
+def test_ranks_that_are_not_counted_have_a_track_and_are_forgotten_with_the_others():
+    shown = []
+    timeline = MirroredTimeline("trainer", on_slice=lambda *each: shown.append(each[0]))
+    slices = [Slice(0.0, 1.0, {"compute": 1.0})]
+    timeline.take("trainer-1", report(compute=1, slices=slices), is_counted=False)
+    timeline.forget("trainer-1")
+    timeline.take("trainer-0", report(compute=1, slices=slices))
+    timeline.forget("trainer-0")
+    timeline.start()
+    timeline.take("trainer-0", report(compute=3))
+    assert seconds(timeline) == {"compute": 3} and shown == ["trainer-1", "trainer-0"]
+
+
 def test_a_thousand_restarts_are_remembered_as_one():
     timeline = MirroredTimeline("engine")
     for _ in range(1000):

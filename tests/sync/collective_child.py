@@ -77,8 +77,9 @@ def fetch(transport, command, name):
     target = Target(command["place"]["bytes"], **options)
 
     def work():
+        transport.prepare([command["place"]])
         transport.fetch(command["place"], target, receiver=name)
-        group = transport._receiver.group
+        group = next(iter(transport._receiver.groups.values()), None)
         sha = hashlib.sha256(target.buffer.numpy().tobytes()).hexdigest()
         return {"sha": sha, "group": group.id if group else "", "checks": target.num_checks}
 

@@ -71,6 +71,7 @@ class Job(threading.Thread):
 
     def run(self):
         try:
+            self.transport.prepare([self.place])
             self.transport.fetch(self.place, self.bucket, receiver=self.receiver)
         except SyncError as error:
             self.error = error

@@ -40,7 +40,7 @@ async def with_trainer(batch: Batch, taken: list[Batch]) -> list[int]:
     near.stream._writer.write = lambda piece: (written.append(len(piece)), write(piece))  # type: ignore[method-assign]
     try:
         child: Any = SimpleNamespace(control=near)
-        answer = await RemoteTrainer(child, deadline=30).step(batch, learning_rate=0.5)
+        answer = await RemoteTrainer([child], deadline=30).step(batch, learning_rate=0.5)
         assert answer == {"learning_rate": 0.5}
     finally:
         for peer, task in zip((near, far), reading, strict=True):

@@ -15,7 +15,7 @@ from headrace.sync.sockets import TICK
 from headrace.sync.transport import read_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     import torch
 
@@ -40,11 +40,11 @@ class Place:
 
 
 class Receiver:
-    """Keeps its group between fetches."""
+    """Keeps its groups between fetches: one with each sender."""
 
     def __init__(self, *, token: str, device: torch.device, deadline: float) -> None:
         self.token, self.device, self.deadline = token, device, deadline
-        self.group: Group | None = None
+        self.groups: dict[tuple[str, int], Group] = {}  # by the sender's address
         self.is_closed = False
         self._fetching = threading.Lock()  # one fetch at a time
 
@@ -62,20 +62,27 @@ class Receiver:
         try:
             _Fetch(self, there, target, receiver).run()
         except BaseException as error:
-            self.drop_group(str(error))
+            self.drop_group((there.host, there.port), str(error))
             raise
         finally:
             self._fetching.release()
 
-    def drop_group(self, reason: str) -> None:
-        if self.group is not None:
-            group, self.group = self.group, None
+    def keep_only(self, senders: Container[object]) -> None:
+        """Leave the groups with other senders: they are gone."""
+        with self._fetching:
+            for sender in [each for each in self.groups if each not in senders]:
+                self.drop_group(sender, "another sender took its place")
+
+    def drop_group(self, sender: tuple[str, int], reason: str) -> None:
+        group = self.groups.pop(sender, None)
+        if group is not None:
             group.abort(reason)
 
     def close(self) -> None:
         self.is_closed = True
         with self._fetching:  # a running fetch fails at its next check
-            self.drop_group("the receiver closed")
+            for sender in list(self.groups):
+                self.drop_group(sender, "the receiver closed")
 
 
 class _Fetch:
@@ -83,6 +90,7 @@ class _Fetch:
 
     def __init__(self, end: Receiver, place: Place, target: Target, receiver: str) -> None:
         self._end, self._place, self._target, self._receiver = end, place, target, receiver
+        self._sender = place.host, place.port
         self._sizes = [min(place.bucket, place.bytes - start) for start in range(0, place.bytes, place.bucket)]
         self._num_written = 0
         self._is_done = self._is_confirmed = False
@@ -117,12 +125,17 @@ class _Fetch:
         self._target.check()
 
     def _join(self, id: str, rank: int, size: int) -> Group:
-        end = self._end
-        if end.group is None or end.group.id != id:
-            end.drop_group("the receivers have changed")
+        end, kept = self._end, self._kept
+        if kept is None or kept.id != id:
+            end.drop_group(self._sender, "the receivers have changed")
             host = self._channel.local_host
-            end.group = Group(id, rank=rank, size=size, device=end.device, host=host, deadline=end.deadline, share=self._share)
-        return end.group
+            kept = Group(id, rank=rank, size=size, device=end.device, host=host, deadline=end.deadline, share=self._share)
+            end.groups[self._sender] = kept
+        return kept
+
+    @property
+    def _kept(self) -> Group | None:
+        return self._end.groups.get(self._sender)
 
     def _share(self, key: str, value: bytes) -> None:
         with contextlib.suppress(OSError):  # `_exchange` notices it too
@@ -188,7 +201,7 @@ class _Fetch:
             "key": self._place.key,
             "attempt": self._place.attempt,
             "receiver": self._receiver,
-            "group": "" if self._end.group is None else self._end.group.id,
+            "group": "" if self._kept is None else self._kept.id,
             "written": self._num_written,
             "is_done": self._is_done,
         }

@@ -91,6 +91,9 @@ class CollectiveTransport(Transport):
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> CollectiveTransport:
         return cls(token=config.token, device=device, host=config.host, deadline=config.deadline)
 
+    def prepare(self, places: Sequence[Mapping[str, Plain]]) -> None:
+        self._receiver.keep_only({(place.get("host"), place.get("port")) for place in places})
+
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
         self._receiver.fetch(place, target, receiver=receiver)
 

@@ -8,8 +8,9 @@ import torch
 
 from headrace.errors import SyncError
 from headrace.model import allocate_bytes
-from headrace.sync.delta.codec import DTYPES, apply, encode
+from headrace.sync.delta.codec import CHUNK, DTYPES, apply, encode
 from headrace.sync.full import FullPayload
+from headrace.sync.ranges import RangesTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,12 @@ class DeltaPayload(FullPayload):
         super().__init__()
         self._next_key = ""  # of the update made from `_image`
         self._is_held_by_all = True  # no engine holds an aborted update, so a delta from `_held` fits all of them
+        self._has_deltas = self._is_share = False
         self.reset()
+
+    def lay_out(self, dtypes: set[torch.dtype], *, is_share: bool) -> None:
+        super().lay_out(dtypes, is_share=is_share)
+        self._has_deltas, self._is_share = DTYPES.issuperset(dtypes), is_share
 
     def reset(self) -> None:
         super().reset()
@@ -45,11 +51,12 @@ class DeltaPayload(FullPayload):
     def encode(self, image: Arena, *, version: int, key: str, whole: bool) -> tuple[Tensor, int | None]:
         self._next_key = key
         held, base = self._held, self._held_version
-        is_possible = not whole and self._is_held_by_all and DTYPES.issuperset(image.flat)
+        is_possible = not whole and self._is_held_by_all and self._has_deltas
         if held is None or base is None or base >= version or not is_possible:
             return image.memory, None
-        blob = encode([(held.flat[dtype], image.flat[dtype]) for dtype in sorted(image.flat, key=str)])
-        return (blob, base) if len(blob) < image.num_bytes else (image.memory, None)
+        blob = encode(list(zip(held.flats, image.flats, strict=True)))
+        is_smaller = len(blob) < image.num_bytes or self._is_share  # a share hardly exceeds its image, and all ranks agree
+        return (blob, base) if is_smaller else (image.memory, None)
 
     def released(self, update: WeightUpdate, key: str) -> None:
         if self._next_key == key:
@@ -75,14 +82,28 @@ class DeltaPayload(FullPayload):
 
     @staticmethod
     def receive(update: WeightUpdate, incoming: StagingBuffer, fetch: Fetch) -> None:
-        if update.base_version is None or len(update.parts) != 1:
-            raise SyncError("a difference has a base version, and travels in one part")
-        (part,) = update.parts
-        if part.num_bytes > incoming.num_bytes:
-            raise SyncError(f"{part.num_bytes} bytes are no difference of {incoming.num_bytes}")
-        blob = _Blob(part.num_bytes, incoming.check)
-        fetch(part, blob)
-        apply(blob.buffer, incoming.take_running())
+        if update.base_version is None or not update.parts:
+            raise SyncError("a difference has a base version, and parts")
+        targets = [RangesTarget(each.ranges, update.manifest, incoming) if each.ranges else incoming for each in update.parts]
+        for part, target in zip(update.parts, targets, strict=True):
+            most = target.num_bytes + (_header_bytes(target.num_bytes) if part.ranges else 0)
+            if part.num_bytes > most:
+                raise SyncError(f"{part.num_bytes} bytes are no difference of {target.num_bytes}")
+        flats = incoming.take_running()
+        for part, target in zip(update.parts, targets, strict=True):
+            blob = _Blob(part.num_bytes, incoming.check)
+            fetch(part, blob)
+            if isinstance(target, RangesTarget):
+                image = target.image()
+                apply(blob.buffer, image.flats)
+                target.take(image)
+            else:
+                apply(blob.buffer, flats)
+
+
+def _header_bytes(num_bytes: int) -> int:
+    """The most by which a delta can exceed the image of a share."""
+    return 64 + num_bytes // CHUNK
 
 
 class _Blob:

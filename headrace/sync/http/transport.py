@@ -119,6 +119,14 @@ class HttpTransport(Transport):
 
     # The receiver's end
 
+    def prepare(self, places: Sequence[Mapping[str, Plain]]) -> None:
+        """An update replaces earlier ones, which a relay has served until now."""
+        keys = {place.get("key") for place in places}
+        with self._buffers.changed:
+            for key, earlier in list(self._buffers.held.items()):
+                if earlier.num_come == earlier.num_bytes and key.partition(" for ")[0] not in keys:
+                    self._buffers.drop(earlier)
+
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
         there = Place.read(place)
         if there.bytes != target.num_bytes:
@@ -133,10 +141,8 @@ class HttpTransport(Transport):
             raise
 
     def _collect(self, place: Place, receiver: str) -> ServedBuffer:
-        """Return the buffer that collects an update, and from which a relay serves it. It replaces earlier updates."""
+        """Return the buffer that collects a part of an update, and from which a relay serves it."""
         with self._buffers.changed:
-            for earlier in [each for each in self._buffers.held.values() if each.num_come == each.num_bytes]:
-                self._buffers.drop(earlier)
             is_first = place.key not in self._buffers.held  # else another engine here serves it already
             key = place.key if is_first else f"{place.key} for {receiver}"
             return self._buffers.add(key, place.bytes, is_offered=is_first)

@@ -1,0 +1,95 @@
+"""A trainer on several ranks gives what one rank gives: loss, metrics, gradient, step, scores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from trainer_ranks import CASES, read, resume, run_case, run_ranks
+
+from headrace.durable import seal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Found]:
+    """What one rank gives, case by case."""
+    return {case: run_case(case, None, folder) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, alone: dict[str, Found]) -> Path:
+    run_ranks(folder, replicate=1, shard=2, cases=list(alone))
+    return folder
+
+
+def whole(parts: list[dict[str, torch.Tensor]], what: str, expected: dict[str, tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """The ranks' pieces put together, in the order of `expected`; each element must come from exactly one rank."""
+    found = {name: torch.full_like(each, float("nan")) for name, (_, each) in expected.items()}
+    for part in parts:
+        for key, piece in part.items():
+            kind, _, rest = key.partition("/")
+            start, _, name = rest.partition("/")
+            if kind == what:
+                place = found[name][int(start) : int(start) + len(piece)]
+                assert place.isnan().all() and len(place) == len(piece)
+                place.copy_(piece)
+    return torch.cat([each.float() for each in found.values()])
+
+
+def check(case: str, expected: Found, folder: Path, *, ranks: int, shard: int) -> None:
+    every = [read(folder / f"{case}-{rank}") for rank in range(ranks)]
+    tensors, plain = [each[0] for each in every], [each[1] for each in every]
+    is_narrow = case in ("bfloat16", "float16")
+    near = {"rel": 3e-2, "abs": 3e-3} if is_narrow else {"rel": 2e-4, "abs": 1e-5}
+    assert len({each["passes"] for each in plain}) == 1
+    for what in ("first", "stepped", "second"):
+        for other in plain:
+            assert other[what].keys() == expected[what].keys() - {"memory_peak"}
+            assert other[what] == plain[0][what]
+        for name, value in plain[0][what].items():
+            if is_narrow and name not in ("loss", "tokens", "entropy", "grad_norm", "loss_scale"):
+                continue  # rounding differs from pass to pass
+            assert value == pytest.approx(expected[what][name], **near), (case, what, name)
+    assert plain[0]["first"]["loss"] == pytest.approx(expected["first"]["loss"], rel=1e-5, abs=1e-3 if is_narrow else 1e-7)
+    if expected["gradient"] and ranks == shard:
+        theirs = torch.cat([each for _, each in expected["gradient"].values()])
+        difference = whole(tensors, "gradient", expected["gradient"]) - theirs
+        assert float(difference.norm() / theirs.norm()) < (2e-2 if is_narrow else 1e-5), case
+    theirs = torch.cat([each.float() for _, each in expected["weights"].values()])
+    for what in ("weights", "resumed"):
+        difference = (whole(tensors, what, expected["weights"]) - theirs).abs()
+        assert float(difference.max()) < 5e-3 and float(difference.mean()) < (1e-4 if is_narrow else 2e-6), (case, what)
+    for part in tensors:
+        for place, scores in enumerate(expected["forward"]):
+            np.testing.assert_allclose(part[f"forward/{place}"].numpy(), scores, atol=0.3 if is_narrow else 2e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_give_what_one_gives(two: Path, alone: dict[str, Found], case: str) -> None:
+    check(case, alone[case], two, ranks=2, shard=2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_rank_goes_on_from_the_checkpoint_of_two(two: Path, alone: dict[str, Found], case: str) -> None:
+    saved = two / f"saved-{case}-2"
+    files = {path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()}
+    told = [read(two / f"{case}-{rank}")[1]["files"] for rank in range(2)]
+    assert files == told[0].keys() | told[1].keys() and not told[0].keys() & told[1].keys()
+    assert {**told[0], **told[1]} == seal(saved)
+    theirs, ours = alone[case]["weights"], resume(case, None, saved)["weights"]
+    for name, (_, expected) in theirs.items():
+        torch.testing.assert_close(ours[name][1], expected, atol=5e-3, rtol=0.0)
+    difference = torch.cat([(ours[name][1].float() - each.float()).abs() for name, (_, each) in theirs.items()])
+    assert float(difference.mean()) < (1e-4 if case in ("bfloat16", "float16") else 2e-6)

@@ -1,0 +1,185 @@
+"""A trainer on several ranks, one process each, joined over gloo. `run_ranks` starts this file once per rank; each runs the
+same cases and leaves what it found in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from families import make
+from safetensors.torch import load_file, save_file
+from siblings import mixed
+
+from headrace.algorithms.columns import REFERENCE, RETURNS, VALUES
+from headrace.lora import LoraSettings, add_adapter
+from headrace.model import ShardedWeights
+from headrace.model.load import prepare
+from headrace.model.tiny import build_tokenizer
+from headrace.records import Batch
+from headrace.trainer import DeviceTrainer, FrozenModel, ParallelSettings, ParameterSettings, Ranks, TrainSettings
+
+FAMILY = {"experts": "qwen3_moe", "tied": "qwen3", "latent": "deepseek_v3"}
+DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+GROUPS = (ParameterSettings(match="*.layers.0.*", freeze=True), ParameterSettings(match="*.mlp.*", weight_decay=0.1))
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"max_grad_norm": 0.0},
+    "clipped": {"max_grad_norm": 0.01, "weight_decay": 0.1},
+    "tied": {"recompute": "layers"},
+    "one pass": {"micro_batch_tokens": 4096},
+    "groups": {"parameters": GROUPS, "optimizer": "adamw_8bit"},
+    "lora": {},
+    "values": {"loss": "ppo", "advantage": "gae"},
+    "reference": {"kl": 0.05, "reference_every": 1, "reference_mix": 0.5},
+    "experts": {"router_aux": 0.01, "router_z": 0.01},
+    "latent": {},
+    "bfloat16": {},
+    "float16": {},
+    "corrected": {},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "reference": {"kl": "k3", "kl_weight": 0.05},
+    "clipped": {"loss": "grpo"},
+    "corrected": {"corrections": {"tis": {"cap": 2.0, "floor": 0.0}, "m2po": {"limit": 4.0}}},
+    "values": {"loss": "ppo", "constants": {}},
+}
+
+
+def make_batch(case: str) -> Batch:
+    random, rollouts = np.random.default_rng(1), mixed()
+    total = sum(rollout.num_sampled for rollout in rollouts)
+    if case == "values":
+        zeros = [np.zeros(len(each), np.float32) for each in rollouts]
+        rollouts = [
+            each.replace(columns={VALUES: zero, RETURNS: each.loss_mask.astype(np.float32)})
+            for each, zero in zip(rollouts, zeros, strict=True)
+        ]
+    columns: dict[str, Any] = {
+        "rollouts": tuple(rollouts),
+        "advantages": tuple(np.where(each.loss_mask, random.normal(), 0).astype(np.float32) for each in rollouts),
+        "weights": tuple((each.loss_mask / total).astype(np.float32) for each in rollouts),
+        "loss": "reinforce",
+        "version": 0,
+    }
+    return Batch(**{**columns, **OPTIONS.get(case, {})})
+
+
+def make_trainer(case: str, ranks: Ranks | None) -> DeviceTrainer:
+    def model() -> Any:
+        made = make(FAMILY.get(case, "llama"), **({"tie_word_embeddings": True} if case == "tied" else {}))
+        return prepare(made, name=case)
+
+    learner, frozen = model(), {}
+    if case == "lora":
+        add_adapter(learner, LoraSettings(rank=4), seed=3)
+    if case == "reference":
+        frozen = {REFERENCE: FrozenModel(model(), ranks=ranks)}
+    settings = TrainSettings(**{"micro_batch_tokens": 64, "eps": 1e-2, **CASES[case]})
+    dtype = DTYPE.get(case, torch.float32)
+    return DeviceTrainer(learner, tokenizer=build_tokenizer(), settings=settings, dtype=dtype, frozen=frozen, ranks=ranks)
+
+
+def pieces(trainer: DeviceTrainer) -> dict[str, tuple[int, torch.Tensor]]:
+    """The gradient of what this rank trains: of each tensor its first element, and the elements."""
+    first = getattr(trainer.arena, "first", {})
+    return {name: (first.get(name, 0), trainer.optimizer.gradient(name).flatten()) for name in trainer.optimizer.names}
+
+
+def weights(trainer: DeviceTrainer) -> dict[str, tuple[int, torch.Tensor]]:
+    given = trainer.tensors()
+    if isinstance(given, ShardedWeights):
+        return {name: (start, tensor) for name, start, _, tensor in given}
+    return {name: (0, tensor.flatten()) for name, tensor in given}
+
+
+def run_case(case: str, ranks: Ranks | None, folder: Path) -> dict[str, Any]:
+    """A step, a checkpoint, and a second step of a trainer that has loaded it; and another of one that has loaded that of one
+    rank, if there is such a folder."""
+    trainer, batch = make_trainer(case, ranks), make_batch(case)
+    found: dict[str, Any] = {"first": trainer.forward_backward(batch)}
+    if ranks is None or ranks.replicate == 1:  # else they are added up in the step
+        found["gradient"] = pieces(trainer) if case not in ("lora", "values") else {}
+        found["gradient"] = {name: (start, each.clone()) for name, (start, each) in found["gradient"].items()}
+    found["stepped"] = trainer.optim_step(1e-3)
+    if CASES[case].get("reference_every"):
+        trainer.mix_reference(0.5)
+    found["forward"] = trainer.forward(batch)
+    saved = folder / f"saved-{case}-{1 if ranks is None else ranks.count}"
+    saved.mkdir(exist_ok=True)
+    found["files"] = trainer.save(saved)
+    if ranks is not None:
+        ranks.exchange({})  # all have written
+    found |= resume(case, ranks, saved)
+    found["passes"] = trainer.num_passes
+    other = folder / f"saved-{case}-1"
+    if ranks is not None and other.exists():
+        found["resumed"] = resume(case, ranks, other)["weights"]
+    return found
+
+
+def resume(case: str, ranks: Ranks | None, saved: Path) -> dict[str, Any]:
+    """A step of a trainer that goes on from a checkpoint."""
+    trainer = make_trainer(case, ranks)
+    trainer.load(saved)
+    found: dict[str, Any] = {"second": trainer.forward_backward(make_batch(case))}
+    trainer.optim_step(1e-3)
+    return {**found, "weights": weights(trainer)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--replicate", type=int, required=True)
+    parser.add_argument("--shard", type=int, required=True)
+    parser.add_argument("--cases", nargs="+", required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = ParallelSettings(replicate=given.replicate, shard=given.shard)
+    ranks = Ranks.join(settings, rank=given.rank, address=f"file://{given.folder}/rendezvous", timeout=100)
+    for case in given.cases:
+        write(run_case(case, ranks, given.folder), given.folder / f"{case}-{given.rank}")
+        print(f"rank {given.rank} did {case}", flush=True)
+    ranks.close()
+
+
+def write(found: dict[str, Any], path: Path) -> None:
+    tensors, plain = {}, {"passes": found["passes"], "files": found["files"]}
+    for what in ("gradient", "weights", "resumed"):
+        tensors |= {f"{what}/{start}/{name}": each.contiguous() for name, (start, each) in found.get(what, {}).items()}
+    tensors |= {f"forward/{place}": torch.from_numpy(each.copy()) for place, each in enumerate(found["forward"])}
+    for what in ("first", "stepped", "second"):
+        plain[what] = {name: value for name, value in found[what].items() if name != "memory_peak"}
+    save_file(tensors, path.with_suffix(".safetensors"))
+    path.with_suffix(".json").write_text(json.dumps(plain))
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    return load_file(path.with_suffix(".safetensors")), json.loads(path.with_suffix(".json").read_text())
+
+
+def run_ranks(folder: Path, *, replicate: int, shard: int, cases: list[str], seconds: float = 300) -> None:
+    """Start the ranks and wait for them."""
+    command = [sys.executable, __file__, str(folder), "--replicate", str(replicate), "--shard", str(shard), "--cases", *cases]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    logs = [(folder / f"rank-{rank}.log").open("w+") for rank in range(replicate * shard)]
+    running = [
+        subprocess.Popen([*command, "--rank", str(rank)], env=environment, stdout=log, stderr=log)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(seconds) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert not any(codes), "\n".join(Path(log.name).read_text() for log in logs)
+
+
+if __name__ == "__main__":
+    main()
