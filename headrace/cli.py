@@ -290,6 +290,10 @@ def _check_inputs(recipe: Recipe) -> None:
             from headrace.launch import describe_adapter
 
             print(describe_adapter(recipe))
+        if train.parallel.is_on:
+            from headrace.launch import describe_ranks
+
+            print(describe_ranks(recipe))
         if (train.loss, train.advantage, train.constants) != (usual.loss, usual.advantage, usual.constants):
             from headrace.algorithms import check_loss
             from headrace.launch import check_columns

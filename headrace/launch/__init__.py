@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from headrace.launch.evaluation import EvaluationResult, evaluate
     from headrace.launch.examples import encode_examples
     from headrace.launch.folder import is_in_use, read_summary
-    from headrace.launch.forecast import Forecast, count_parameters, describe_adapter, forecast_memory, longest_prompt
+    from headrace.launch.forecast import (
+        Forecast,
+        count_parameters,
+        describe_adapter,
+        describe_ranks,
+        forecast_memory,
+        longest_prompt,
+    )
     from headrace.launch.handle import RunHandle, RunKilled
     from headrace.launch.inputs import (
         UserInputs,

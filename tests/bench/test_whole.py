@@ -52,6 +52,13 @@ def test_learn(tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_ranks(tmp_path) -> None:
+    rows = run_bench(tmp_path, "ranks")
+    assert rows["8 ranks, long tail: spread of predicted time"]["value"] < 0.05
+    assert 0 < rows["sharded ÷ two trainers at once"]["value"] < 1.5
+
+
+@pytest.mark.long
 def test_lag(tmp_path) -> None:
     rows = run_bench(tmp_path, "lag")
     assert all(len(rows[f"{way}, lag {each}: area"]["curve"]) == 3 for way in lag.WAYS for each in (0, 2))
