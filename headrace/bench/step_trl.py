@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SECONDS = 600.0
 TRIED = ((64, False), (32, False), (32, True), (8, True))
 """(completions per pass, gradient checkpointing), fastest first; the next is tried when one runs out of memory."""
-TRIED_8B = ((16, False), (16, True), (4, True))
+TRIED_8B = ((16, False), (8, False), (16, True), (4, True))
 """For 8 billion parameters, where each try loads the model twice."""
 
 
