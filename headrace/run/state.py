@@ -245,7 +245,7 @@ class Run:
         if episode.attempts != record.attempt:
             episode = episode.replace(attempts=record.attempt)
         if episode.outcome is None:  # a failed one runs again if the leg ends before `score` sees it
-            record.ended = episode
+            self.policies[record.group.policy].in_flight.end(record, episode)
             record.partials.clear()
         self.finished.append((record, episode))
         if self.policies[record.group.policy].gate.counts_episodes:
