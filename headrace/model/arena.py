@@ -132,6 +132,7 @@ class Arena:
         self.device = device
         self._holders: dict[str, Tensor] = {}
         self._moving = threading.Lock()  # `strayed` is asked in other threads
+        self._addresses: list[tuple[str, Tensor, int]] | None = None  # what it compares
         num_bytes = self.slots.num_bytes
         self.memory = (allocate or allocate_bytes)(num_bytes, device)  # equal slots: equal layouts; weights are sent like this
         if (self.memory.dtype, self.memory.shape) != (torch.uint8, (num_bytes,)) or self.memory.data_ptr() % ALIGNMENT:
@@ -203,6 +204,7 @@ class Arena:
             self.views, other.views = other.views, self.views
             for name, holder in self._holders.items():
                 holder.data = self.views[name]
+            self._addresses = other._addresses = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the model's."""
@@ -221,7 +223,9 @@ class Arena:
     def strayed(self) -> str | None:
         """The first tensor no longer in the arena, because the model was moved after it was adopted."""
         with self._moving:
-            return next((name for name, held in self._holders.items() if held.data_ptr() != self.views[name].data_ptr()), None)
+            if self._addresses is None:
+                self._addresses = [(name, held, self.views[name].data_ptr()) for name, held in self._holders.items()]
+            return next((name for name, held, address in self._addresses if held.data_ptr() != address), None)
 
 
 def allocate_bytes(num_bytes: int, device: torch.device) -> Tensor:
