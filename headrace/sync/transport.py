@@ -58,6 +58,7 @@ class TransportConfig:
     host: str
     token: str  # a secret shared by the processes of the run
     deadline: float  # seconds without progress after which a transfer fails
+    certificate: str = ""  # the run's, with its key, if weights travel between hosts: `http` is then encrypted
 
     @property
     def directory(self) -> Path:
