@@ -83,6 +83,11 @@ class Stream:
         """Bytes written that the OS has not accepted yet."""
         return self._num_waiting + int(self._writer.transport.get_write_buffer_size())
 
+    @property
+    def own_host(self) -> str:
+        """The address of this host at this end, over TCP."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
     def write(self, value: object) -> None:
         """Send without waiting. Callers that write a lot check `backlog` or await `drain`. Arrays must not change until they
         are sent: those of a long frame, and of any frame behind it, are read when what is before them has left."""
@@ -157,7 +162,7 @@ class Peer:
     ) -> None:
         """`max_bytes`: of what the other end may send at once."""
         self.stream, self._max_bytes = stream, max_bytes
-        self.calls, self._notices = dict(calls or {}), dict(notices or {})
+        self.calls, self.notices = dict(calls or {}), dict(notices or {})
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._has_ended = False
         self._numbers = itertools.count()
@@ -202,8 +207,8 @@ class Peer:
 
     def _handle(self, message: Any) -> None:  # noqa: ANN401
         match message:
-            case {"notice": str(name), "value": value} if name in self._notices:
-                self._notices[name](value)
+            case {"notice": str(name), "value": value} if name in self.notices:
+                self.notices[name](value)
             case {"call": str(name), "number": int(number), "with": dict(arguments)}:
                 task = asyncio.get_running_loop().create_task(self._answer(name, number, arguments))
                 self._answering.add(task)

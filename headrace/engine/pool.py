@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
 _BACKLOG_SECONDS = 0.05  # after which an engine that had much to read is looked at again
+_DRAIN_SECONDS = 0.1  # after which one that leaves is looked at again
 
 
 class EnginePool:
@@ -84,6 +86,15 @@ class EnginePool:
                 self._interrupted[request] = None
         self.send_soon()
 
+    async def drain(self, engine: RemoteEngine, *, seconds: float) -> None:
+        """Remove an engine once its calls have ended, or after so many seconds: then they continue on the others."""
+        engine.is_leaving = True
+        self.send_soon()
+        until = time.monotonic() + seconds
+        while engine.requests and not engine.is_lost and time.monotonic() < until:  # noqa: ASYNC110  (calls end in many ways)
+            await asyncio.sleep(_DRAIN_SECONDS)
+        self.lose(engine)
+
     def _on_available(self) -> None:
         """Called when an engine has joined or caught up."""
         self._available.set()
@@ -116,7 +127,7 @@ class EnginePool:
         if not rollout.calls:
             return None
         name = rollout.calls[-1].engine
-        return next((engine for engine in self.engines if engine.name == name and not engine.is_behind), None)
+        return next((engine for engine in self.engines if engine.name == name and engine.is_taking), None)
 
     def cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -146,7 +157,7 @@ class EnginePool:
             self._later.cancel()
             self._later = None
         for engine in self.engines:
-            if engine.is_behind:
+            if not engine.is_taking:
                 self._interrupted |= engine.bound
                 engine.bound.clear()
         takers = [engine for engine in self.engines if engine.takes_work]
@@ -253,8 +264,8 @@ class EnginePool:
         return list(await asyncio.gather(*(call(engine) for engine in list(self.engines))))
 
     async def _least_busy(self) -> RemoteEngine:
-        """The least busy engine that is not behind. Waits for one to join or to catch up."""
-        while not (current := [engine for engine in self.engines if not engine.is_behind]):
+        """The least busy engine that takes calls. Waits for one to join or to catch up."""
+        while not (current := [engine for engine in self.engines if engine.is_taking]):
             self._available.clear()
             await self._available.wait()
         return min(current, key=lambda engine: len(engine.requests))

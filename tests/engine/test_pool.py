@@ -335,6 +335,40 @@ def test_a_lost_engines_rollouts_go_on_from_what_it_told(tiny_model, monkeypatch
     run(check, tiny_model)
 
 
+def test_an_engine_that_leaves_finishes_its_calls_and_gets_no_others(tiny_model):
+    async def check(bench: Pooled) -> None:
+        first, second = await bench.join(slots=2), await bench.join(slots=2)
+        for far in (first, second):
+            slow(far, 0.01)
+        await until(lambda: first.remote.credit > 0 and second.remote.credit > 0)
+        begun = [asyncio.ensure_future(bench.pool.generate(prompt(f"a{i}", seed=i), Sampling(max_tokens=20))) for i in range(4)]
+        await until(lambda: first.requests and second.requests)
+        leaving = asyncio.ensure_future(bench.pool.drain(first.remote, seconds=60))
+        await asyncio.sleep(0)
+        more = [asyncio.ensure_future(bench.pool.generate(prompt(f"b{i}", seed=i), Sampling(max_tokens=4))) for i in range(4)]
+        ended = await asyncio.gather(*begun, *more)
+        await leaving
+        assert {rollout.finish_reason for rollout in ended} == {FinishReason.LENGTH}
+        assert {rollout.calls[-1].engine for rollout in ended[4:]} == {"engine-1"}
+        assert bench.pool.engines == [second.remote]
+
+    run(check, tiny_model)
+
+
+def test_an_engine_that_takes_too_long_to_leave_hands_its_calls_over(tiny_model, monkeypatch):
+    monkeypatch.setattr(worker, "TELL_SECONDS", 0.02)
+
+    async def check(bench: Pooled) -> None:
+        first = await bench.join(slots=2)
+        slow(first, 0.02)
+        call = asyncio.ensure_future(bench.pool.generate(prompt("r", seed=1), Sampling(max_tokens=60)))
+        await until(lambda: any(request.num_known > 1 for request in first.requests))
+        await bench.pool.drain(first.remote, seconds=0.1)
+        assert (await call).finish_reason is FinishReason.ABORT and not bench.pool.engines
+
+    run(check, tiny_model)
+
+
 def test_a_lost_engines_streams_end(tiny_model):
     async def check(bench: Pooled) -> None:
         far = await bench.join()

@@ -56,6 +56,7 @@ class HttpTransport(Transport):
 
     name = "http"
     listens = True
+    crosses_hosts = True
 
     def __init__(
         self,
