@@ -212,6 +212,7 @@ class RemoteEngine:
                     self._send_portion(data, [request], [part], [start])
                 elif self.requests.pop(request.key, None) is not None:
                     self.credit += 1
+                    self._pool.on_pull(self)
                     assert request.on_failed is not None
                     request.on_failed(error)
 
@@ -243,7 +244,7 @@ class RemoteEngine:
 
     def _take_pull(self, count: int) -> None:
         self.credit += int(count)
-        self._pool.send_soon()
+        self._pool.on_pull(self)
 
     def _take_done(self, value: Any) -> None:  # noqa: ANN401
         rollouts = unpack_rollouts(value["rollouts"])
@@ -294,7 +295,7 @@ class RemoteEngine:
         requests = [self.requests[key] for key in keys if key in self.requests]
         if len(requests) < len(keys):  # cancelled meanwhile: the engine has never heard of them
             self.credit += len(keys) - len(requests)
-            self._pool.send_soon()
+            self._pool.on_pull(self)
         try:
             self._send_since(self.data, requests, [0] * len(requests))
         except StreamClosed:

@@ -122,7 +122,7 @@ def test_an_engine_is_sent_what_it_pulled_and_no_more(tiny_model):
             take(value)
             most = max(most, len(far.worker._requests))
 
-        far.data._notices["work"] = count
+        far.data.notices["work"] = count
         calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=6))) for i in range(50)]
         calls += [asyncio.ensure_future(bench.pool.generate(prompt(length=96), Sampling())) for _ in range(10)]
         await until(lambda: calls[0].done())
@@ -780,7 +780,7 @@ def sent_tokens(far: Far) -> tuple[list[int], list[int]]:
         back.extend(value["rollouts"]["rollouts"]["length"])
         done(value)
 
-    far.data._notices["work"], far.remote.data._notices["done"] = take_work, take_done  # type: ignore[union-attr]
+    far.data.notices["work"], far.remote.data.notices["done"] = take_work, take_done  # type: ignore[union-attr]
     return to, back
 
 
@@ -839,12 +839,12 @@ def test_a_call_cancelled_while_its_rollout_is_asked_for_gives_its_place_back(ti
         await until(lambda: far.remote.credit == 4)
         far.worker._held.clear()
         asked, take = asyncio.Event(), far.remote._take_missing
-        far.remote.data._notices["missing"] = lambda keys: (call.cancel(), asked.set(), late.append(keys))  # type: ignore
+        far.remote.data.notices["missing"] = lambda keys: (call.cancel(), asked.set(), late.append(keys))  # type: ignore
         late: list[list[int]] = []
         call = asyncio.ensure_future(bench.pool.generate(first.append([7]), Sampling(max_tokens=9)))
         await asked.wait()
         await asyncio.gather(call, return_exceptions=True)
-        far.remote.data._notices["missing"] = take  # type: ignore[union-attr]
+        far.remote.data.notices["missing"] = take  # type: ignore[union-attr]
         take(late[0])
         await until(lambda: far.remote.credit == 4)
         assert not far.remote.requests and not far.worker._requests
