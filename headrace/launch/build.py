@@ -128,7 +128,8 @@ def check_sync(recipe: Recipe) -> None:
                 f"{', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
             )
     try:
-        transport.check(folder=recipe.sync.folder, host=recipe.sync.host, on_gpu=device == "cuda")
+        host = recipe.cluster.reached_at or recipe.sync.host
+        transport.check(folder=recipe.sync.folder, host=host, on_gpu=device == "cuda")
     except SyncError as error:
         raise ConfigError(str(error)) from error
 

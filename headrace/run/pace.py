@@ -22,7 +22,7 @@ class Pace:
             shares_device=shares_device,
         )
         self._batch, self._left = recipe.train.groups_per_batch, 0
-        self._group_size, self._slots = recipe.train.group_size, recipe.engine.slots * recipe.engine.num_engines
+        self._group_size, self.slots = recipe.train.group_size, recipe.engine.slots * recipe.engine.num_engines
         self._free_since: float | None = None
         """When the trainer ran out of work."""
         self._last: float | None = None
@@ -41,8 +41,8 @@ class Pace:
         """Generate calls that run or wait for a slot from now on, and whether nothing more may be submitted."""
         now = time.perf_counter()
         self._held += (now - self._noted_at) * self._empty
-        self._noted_at, self._empty = now, max(0.0, 1 - calls / self._slots) if is_closed else 0.0
-        queued = max(0, calls - self._slots) // self._group_size
+        self._noted_at, self._empty = now, max(0.0, 1 - calls / self.slots) if is_closed else 0.0
+        queued = max(0, calls - self.slots) // self._group_size
         self._queued = queued if self._queued is None else min(self._queued, queued)
 
     def completed(self, *, submitted_at: float) -> None:

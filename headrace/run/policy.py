@@ -474,6 +474,6 @@ class PolicyState:
         self.recovered.keep(is_wanted)
 
 
-def max_generate_calls(recipe: Recipe) -> int:
-    """Twice the engines' slots, so that the next call is waiting when a slot frees up."""
-    return 2 * recipe.engine.slots * recipe.engine.num_engines
+def max_generate_calls(recipe: Recipe, num_engines: int = 0) -> int:
+    """Twice the slots of the engines, by default the recipe's, so that the next call is waiting when a slot frees up."""
+    return 2 * recipe.engine.slots * (num_engines or recipe.engine.num_engines)
