@@ -40,6 +40,9 @@ log = logging.getLogger("headrace.child")
 _ORPHANED_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 5.0
 _END_SECONDS = 30.0
+_POLL_SECONDS = 0.1
+_SAVED = ".saved-by-"
+"""With a rank's number, the name of the mark that it has saved its share."""
 _RANKS_SHARE = 0.8
 """Of the deadline, in which ranks find out that another hangs: before the launcher ends a run in which nothing moves."""
 
@@ -60,6 +63,7 @@ class RoleWorker:
         self._reading: asyncio.Task[None] | None = None
         self._on_end = contextlib.ExitStack()
         self._is_told_to_end = self._is_launcher_silent = False
+        self._num_ranks = 1
         self._launcher_ended = watch_launcher(pipe, order.silence, self._on_silence)
 
     async def run(self) -> int:
@@ -128,10 +132,11 @@ class RoleWorker:
         temporary.mkdir(parents=True, exist_ok=True)
         await trainer.abandon()  # so that no step waits for engines to load an update
         await trainer.save(temporary)
-        if self._order.index:  # rank 0 has waited for the others' files, and names the folder
-            return f"; rank {self._order.index} has saved its share"
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        (temporary / f"{_SAVED}{self._order.index}").touch()
+        if not self._order.index:
+            await asyncio.to_thread(_wait_for_ranks, temporary, self._num_ranks)
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
         return f"; weights and optimizer as trained since version {trainer.version} was published are saved in {folder}"
 
     # Calls
@@ -167,7 +172,7 @@ class RoleWorker:
 
     def _build_trainer(self, recipe: Recipe, model: str, meeting: str) -> DeviceTrainer:
         order, parallel = self._order, recipe.train.parallel
-        device, ranks = order.placement.device, None
+        device, ranks, self._num_ranks = order.placement.device, None, parallel.ranks
         if parallel.is_on:
             timeout = _RANKS_SHARE * order.deadline
             ranks = Ranks.join(parallel, rank=order.index, address=meeting, device=device, timeout=timeout)
@@ -207,6 +212,14 @@ class RoleWorker:
     def _fail(self, error: BaseException | None) -> None:
         if not self._failure.done() and error is not None:
             self._failure.set_exception(error)
+
+
+def _wait_for_ranks(folder: Path, count: int) -> None:
+    """Until all ranks of the trainer have saved their share; `_on_silence` ends a wait in vain."""
+    while len(marks := list(folder.glob(f"{_SAVED}*"))) < count:
+        time.sleep(_POLL_SECONDS)
+    for mark in marks:
+        mark.unlink()
 
 
 def main() -> None:

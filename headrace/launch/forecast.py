@@ -21,6 +21,7 @@ from headrace.model import (
     config_limit,
     load_config,
     parameter_shapes,
+    quantized_sizes,
     tiny,
 )
 from headrace.settings import ConfigError
@@ -141,6 +142,7 @@ def forecast_memory(
         publishing=published.trainer // (1 if adapter else recipe.train.parallel.shard),
         adapter=adapter,
         adapter_width=adapter_width,
+        quantized=quantized_sizes(recipe.model, recipe.lora) if recipe.lora.is_quantized else (),
     )
     return Forecast(recipe, trainer, engine, published, server, most_blocks)
 
@@ -180,6 +182,9 @@ def describe_adapter(recipe: Recipe) -> str:
     shapes = adapter_shapes(recipe.model, recipe.lora)
     count, total = (sum(map(math.prod, each.values())) for each in (shapes, parameter_shapes(recipe.model)))
     layers = f"rank {recipe.lora.rank} on {len(shapes) // 2} linear layers"
+    if recipe.lora.is_quantized:
+        in_four_bits = sum(quantized_sizes(recipe.model, recipe.lora))
+        layers += f"; {in_four_bits / total:.0%} of the model is in {recipe.lora.quantize} while it is trained"
     return f"adapter    {count / 1e6:,.2f} million parameters are trained, {count / total:.2%} of the model's: {layers}"
 
 

@@ -143,6 +143,7 @@ def test_lora(tmp_path) -> None:
     assert rows["bytes"]["value"] < rows["bytes"]["peers"]["base"] and rows["one adapter ÷ base"]["value"] > 0
     kl = {way: rows[f"version 1, {way}: KL against the trainer"]["value"] for way in ("live", "merged in bfloat16")}
     assert kl["live"] < 1e-9 < kl["merged in bfloat16"]
+    assert rows["trainer in 4 bits: KL against the trainer"]["value"] < 1e-9
 
 
 @pytest.mark.long
