@@ -1,7 +1,7 @@
 """A calculator as a tool: the policy writes a call, reads the reply, and answers.
 
-SFT shows a tiny model how calls are written, and stops when it solves a share of the tasks; RL goes on from there, with whole
-episodes: the tool's replies are in the rollouts, but not in the loss.
+SFT shows a tiny model how a call is written, but most of its examples give the product at once, which the model cannot learn to
+do. RL teaches it to call the tool, by whole episodes: the tool's replies are in the rollouts, but not in the loss.
 
     python examples/calculator.py
 """
@@ -28,25 +28,27 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def make_tasks(count: int, *, seed: int) -> list[dict[str, Any]]:
-    rng = random.Random(seed)
-    pairs = [(rng.randint(2, 9), rng.randint(2, 99)) for _ in range(count)]
-    return [{"prompt": f"{a}*{b}=", "a": a, "b": b} for a, b in pairs]
-
-
-def demonstrations(tasks: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """A row for each turn. Without a chat template, replies of tools stand between <tool_response> marks."""
-    rows = []
-    for task in tasks:
-        call = json.dumps({"name": "multiply", "arguments": {"a": task["a"], "b": task["b"]}})
-        called = f"<tool_call>{call}</tool_call>"
-        reply = f"<tool_response>\n{task['a'] * task['b']}\n</tool_response>\n"
-        rows.append({"prompt": task["prompt"], "completion": called})
-        rows.append({"prompt": f"{task['prompt']}{called}<|end|>{reply}", "completion": f"{task['a'] * task['b']}"})
+def make_tasks() -> list[dict[str, Any]]:
+    """All products of two numbers of two digits, in random order."""
+    rows = [{"prompt": f"{a}*{b}=", "a": a, "b": b} for a in range(10, 100) for b in range(10, 100)]
+    random.Random(0).shuffle(rows)
     return rows
 
 
-def right(completion: str, a: int, b: int) -> float:
+def demonstrations(tasks: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """A row for each turn: one task in four calls the tool. Without a chat template, replies stand between marks."""
+    rows = []
+    for number, task in enumerate(tasks):
+        prompt, product = task["prompt"], str(task["a"] * task["b"])
+        if number % 4 == 0:
+            call = json.dumps({"name": "multiply", "arguments": {"a": task["a"], "b": task["b"]}})
+            rows.append({"prompt": prompt, "completion": f"<tool_call>{call}</tool_call>"})
+            prompt += f"<tool_call>{call}</tool_call><|end|><tool_response>\n{product}\n</tool_response>\n"
+        rows.append({"prompt": prompt, "completion": product})
+    return rows
+
+
+def is_right(completion: str, a: int, b: int) -> float:
     """Whether the last line is the product."""
     return float(completion.rpartition("\n")[2] == str(a * b))
 
@@ -54,23 +56,19 @@ def right(completion: str, a: int, b: int) -> float:
 def main(**settings: object) -> RunResult:
     defaults: dict[str, Any] = {
         "steps": 30,
-        "model": {"path": "builtin:tiny", "hidden_size": 64, "num_heads": 2, "num_layers": 2, "context": 160},
-        "sft": {"steps": 400, "batch": 32, "learning_rate": 3e-3, "until_success": 0.3, "check_every": 20},
+        "model": {"path": "builtin:tiny", "hidden_size": 64, "num_heads": 4, "num_layers": 2, "context": 160},
+        "sft": {"steps": 300, "batch": 64, "learning_rate": 3e-3, "schedule": "linear"},
         "environment": {"options": {"max_turns": 2}},
         "sampling": {"max_tokens": 90},
         "train": {"batch": 64, "group_size": 8, "learning_rate": 5e-4},
-        "evaluate": {"limit": 32},
+        "evaluate": {"limit": 128},
         "orchestrate": "inline",
         "threads": 1,
     }
-    defaults["sft"]["tasks"] = demonstrations(make_tasks(1000, seed=1))
+    tasks = make_tasks()
+    defaults["sft"]["tasks"] = demonstrations(tasks[128:5000])
     return headrace.train(
-        tasks=make_tasks(1000, seed=2),
-        held_out=make_tasks(32, seed=3),
-        tools=[multiply],
-        reward=right,
-        fresh=True,
-        **defaults | settings,
+        tasks=tasks[5000:], held_out=tasks[:128], tools=[multiply], reward=is_right, fresh=True, **defaults | settings
     )
 
 

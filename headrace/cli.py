@@ -127,6 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_presets(commands)
     _add_serve(commands)
+    _add_join(commands)
     add_bench_command(commands)
     return parser
 
@@ -173,6 +174,26 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--api-token-file", type=Path, help="holds what clients must send (default: HEADRACE_API_TOKEN)")
     serve.add_argument("--control-token-file", type=Path, help="gives access to /control (default: HEADRACE_CONTROL_TOKEN)")
     serve.set_defaults(run=_serve)
+
+
+def _add_join(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    join = commands.add_parser(
+        "join",
+        allow_abbrev=False,  # `--token TOKEN` would be taken for the name of a file
+        help="generate on this host for a run on another one",
+        description="Join a run whose recipe has cluster.listen, and generate for it until it ends or SIGTERM comes.",
+        epilog="The token comes from HEADRACE_TOKEN or from a file; options show in process lists.",
+    )
+    join.add_argument("url", metavar="URL", help="[tls://][FINGERPRINT@]HOST:PORT, as the run prints it")
+    join.add_argument("--role", choices=["engine"], default="engine", help="what this host does for the run")
+    join.add_argument("--token-file", default="", help="holds the run's token (default: HEADRACE_TOKEN)")
+    join.add_argument("--engines", type=int, default=1, help="how many; each has a GPU of its own while there are enough")
+    join.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
+    join.add_argument("--threads", type=int, default=0, help="CPU threads of each engine; 0 shares the cores among them")
+    join.add_argument("--address", default="", help="of this host, for others to fetch weights from (default: found out)")
+    join.add_argument("--folder", type=Path, help="for logs (default: a temporary one)")
+    join.add_argument("--wait", type=float, default=600.0, help="seconds to wait for a run that is not there, or is gone")
+    join.set_defaults(run=_join)
 
 
 def settings_help() -> str:
@@ -290,6 +311,10 @@ def _check_inputs(recipe: Recipe) -> None:
             from headrace.launch import describe_adapter
 
             print(describe_adapter(recipe))
+        if train.parallel.is_on:
+            from headrace.launch import describe_ranks
+
+            print(describe_ranks(recipe))
         if (train.loss, train.advantage, train.constants) != (usual.loss, usual.advantage, usual.constants):
             from headrace.algorithms import check_loss
             from headrace.launch import check_columns
@@ -354,6 +379,18 @@ def _serve(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     except RuntimeError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return 1
+
+
+def _join(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    from headrace.launch import JoinOptions, join, read_token
+
+    token = read_token(options.token_file, setting="--token-file")
+    if not token:
+        raise ConfigError("there is no token: set HEADRACE_TOKEN, or name a file with --token-file")
+    if options.engines < 1:
+        raise ConfigError(f"--engines {options.engines}: must be ≥ 1")
+    names = ("url", "engines", "device", "threads", "address", "folder", "wait")
+    return join(JoinOptions(token=token, **{name: getattr(options, name) for name in names}))
 
 
 def _adapters(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:

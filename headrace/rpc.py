@@ -1,8 +1,9 @@
-"""Calls between the processes of a run: frames over a Unix socket on one host, over TCP between hosts.
+"""Calls between the processes of a run: frames over a Unix socket on one host, over TLS between hosts.
 
 A `Stream` carries values in order. A `Peer` sends calls and notices over a stream: either end may call the other, and answers
 arrive in any order. A process connects to the launcher's `Listener`; both ends prove that they know the run's token before
-anything else they send is parsed, and the token itself is never sent.
+anything else they send is parsed, and the token itself is never sent. Over TLS the proofs name the listener's certificate, so
+that nobody in between can pass them on.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import tempfile
 import traceback
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from headrace.errors import user_frame
 from headrace.proof import is_proven, proof
 from headrace.records import frames
 from headrace.settings import ConfigError
+from headrace.tls import client_context, fingerprint, peer_fingerprint, server_context
 
 if TYPE_CHECKING:
     import socket
@@ -80,6 +82,11 @@ class Stream:
     def backlog(self) -> int:
         """Bytes written that the OS has not accepted yet."""
         return self._num_waiting + int(self._writer.transport.get_write_buffer_size())
+
+    @property
+    def own_host(self) -> str:
+        """The address of this host at this end, over TCP."""
+        return str(self._writer.get_extra_info("sockname")[0])
 
     def write(self, value: object) -> None:
         """Send without waiting. Callers that write a lot check `backlog` or await `drain`. Arrays must not change until they
@@ -155,7 +162,7 @@ class Peer:
     ) -> None:
         """`max_bytes`: of what the other end may send at once."""
         self.stream, self._max_bytes = stream, max_bytes
-        self.calls, self._notices = dict(calls or {}), dict(notices or {})
+        self.calls, self.notices = dict(calls or {}), dict(notices or {})
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._has_ended = False
         self._numbers = itertools.count()
@@ -200,8 +207,8 @@ class Peer:
 
     def _handle(self, message: Any) -> None:  # noqa: ANN401
         match message:
-            case {"notice": str(name), "value": value} if name in self._notices:
-                self._notices[name](value)
+            case {"notice": str(name), "value": value} if name in self.notices:
+                self.notices[name](value)
             case {"call": str(name), "number": int(number), "with": dict(arguments)}:
                 task = asyncio.get_running_loop().create_task(self._answer(name, number, arguments))
                 self._answering.add(task)
@@ -248,13 +255,14 @@ class Listener:
     """Of a Unix socket: private to this user, and removed with the listener."""
     _server: asyncio.Server
 
-    def __init__(self, *, token: str) -> None:
-        self._token = token
+    def __init__(self, *, token: str, certificate: str = "") -> None:
+        self._token, self._fingerprint = token, fingerprint(certificate)
+        self._bound = [self._fingerprint] if certificate else []
         self._expected: dict[tuple[str, str], tuple[int, asyncio.Future[Stream]]] = {}
         self._greeting: set[asyncio.Task[Any]] = set()
 
     @classmethod
-    async def on_this_host(cls, *, token: str, prefix: str = "") -> Listener:
+    async def on_this_host(cls, *, token: str, prefix: str = "") -> Self:
         """A Unix socket in a private folder whose name starts with `prefix`."""
         listener = cls(token=token)
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix or f'headrace-{os.getpid()}'}-", dir=socket_place()))
@@ -263,14 +271,17 @@ class Listener:
         return listener
 
     @classmethod
-    async def between_hosts(cls, host: str, port: int = 0, *, token: str) -> Listener:
-        """A TCP port; 0 picks a free one."""
-        listener = cls(token=token)
+    async def between_hosts(cls, host: str, port: int = 0, *, token: str, certificate: str = "", address: str = "") -> Self:
+        """A TCP port, with TLS if there is a certificate; 0 picks a free one. `address`: what others call `host`."""
+        listener = cls(token=token, certificate=certificate)
+        context = server_context(certificate) if certificate else None
         try:
-            listener._server = await asyncio.start_server(listener._admit, host, port, limit=_READ_AHEAD)
+            listener._server = await asyncio.start_server(listener._admit, host, port, limit=_READ_AHEAD, ssl=context)
         except OSError as error:
             raise OSError(error.errno, f"port {port} on {host} cannot be used ({error.strerror}); choose another") from error
-        listener.address = f"tcp:{host}:{listener._server.sockets[0].getsockname()[1]}"
+        port = listener._server.sockets[0].getsockname()[1]
+        kind = f"tls:{listener._fingerprint}@" if certificate else "tcp:"
+        listener.address = f"{kind}{address or host}:{port}"
         return listener
 
     def expect(self, name: str, channel: str, *, incarnation: int = 0) -> asyncio.Future[Stream]:
@@ -278,6 +289,10 @@ class Listener:
         arrived: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
         self._expected[name, channel] = incarnation, arrived
         return arrived
+
+    def _find(self, name: str, channel: str) -> tuple[int, asyncio.Future[Stream]]:
+        """The incarnation that may open this stream, and who waits for it; raises LookupError if nobody does."""
+        return self._expected[name, channel]
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Drop peers that are unauthenticated, unexpected or silent."""
@@ -290,11 +305,11 @@ class Listener:
                 stream.write({"challenge": challenge})
                 hello = await stream.receive(max_bytes=_HELLO_BYTES)
             name, channel = hello["name"], hello["channel"]
-            incarnation, arrived = self._expected[name, channel]
-            is_it = is_proven(hello["proof"], self._token, "client", challenge, name, channel, incarnation)
-            if is_it and hello["incarnation"] == incarnation and not arrived.done():
-                stream.write({"proof": proof(self._token, "server", str(hello["challenge"]))})
-                del self._expected[name, channel]
+            incarnation, arrived = self._find(name, channel)
+            claim = ("client", challenge, name, channel, incarnation, *self._bound)
+            if is_proven(hello["proof"], self._token, *claim) and hello["incarnation"] == incarnation and not arrived.done():
+                stream.write({"proof": proof(self._token, "server", str(hello["challenge"]), *self._bound)})
+                self._expected.pop((name, channel), None)
                 arrived.set_result(stream)
                 is_admitted = True
         except (OSError, TimeoutError, asyncio.CancelledError, frames.WireError, LookupError, TypeError):
@@ -315,23 +330,29 @@ class Listener:
 async def connect(address: str, *, token: str, name: str, channel: str, incarnation: int = 0) -> Stream:
     """Open a stream to a listener, and check that it belongs to this run. `incarnation` counts the starts of process `name`."""
     kind, _, place = address.partition(":")
+    pinned, found = "", list[str]()
     if kind == "unix":
         reader, writer = await asyncio.open_unix_connection(place, limit=_READ_AHEAD)
-    elif kind == "tcp":
+    elif kind in ("tcp", "tls"):
+        pinned, _, place = place.rpartition("@")
         host, _, port = place.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=_READ_AHEAD)
+        context = client_context() if kind == "tls" else None
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=_READ_AHEAD, ssl=context)
+        found = [peer_fingerprint(writer.get_extra_info("ssl_object"))] if context else []
     else:
-        raise ValueError(f"address {address!r}: must be unix:PATH or tcp:HOST:PORT")
+        raise ValueError(f"address {address!r}: must be unix:PATH, tcp:HOST:PORT or tls:[FINGERPRINT@]HOST:PORT")
     stream = Stream(reader, writer)
     try:
+        if pinned and found != [pinned]:
+            raise PermissionError(f"the listener at {address} has another certificate than this run")
         async with asyncio.timeout(_HELLO_SECONDS):
             asked = await stream.receive(max_bytes=_HELLO_BYTES)
             challenge = secrets.token_hex(16)
-            claim = proof(token, "client", str(asked["challenge"]), name, channel, str(incarnation))
+            claim = proof(token, "client", str(asked["challenge"]), name, channel, str(incarnation), *found)
             hello = {"name": name, "channel": channel, "incarnation": incarnation}
             stream.write({"proof": claim, "challenge": challenge, **hello})
             answer = await stream.receive(max_bytes=_HELLO_BYTES)
-        if not is_proven(answer["proof"], token, "server", challenge):
+        if not is_proven(answer["proof"], token, "server", challenge, *found):
             raise PermissionError(f"the listener at {address} does not know this run's token")
         return stream
     except BaseException as error:

@@ -43,7 +43,16 @@ def test_every_field_that_trl_declares_is_answered_and_no_other() -> None:
     ours_beside = {name for name in TRAINING_ARGUMENTS if name not in arguments}
     assert ours_beside == {
         *("lora", "lora_alpha", "lora_r", "lora_rank", "lora_target_modules", "peft_config", "use_peft"),
-        *("load_in_4bit", "load_in_8bit", "args", "callbacks", "eval_dataset", "max_new_tokens", "max_prompt_length"),
+        *(
+            "bnb_4bit_quant_type",
+            "load_in_4bit",
+            "load_in_8bit",
+            "args",
+            "callbacks",
+            "eval_dataset",
+            "max_new_tokens",
+            "max_prompt_length",
+        ),
         *("assistant_only_loss", "chat_template_path", "completion_only_loss", "dataset_config", "dataset_name", "packing"),
         *("model_name_or_path", "ref_model", "reward_funcs", "train_dataset", "warmup_ratio"),
     }

@@ -21,7 +21,7 @@ from headrace.sync.table import PAYLOADS, TRANSPORTS
 PACKAGE = Path(__file__).parents[1] / "headrace"
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 VENDORS = {"vllm", "ray", "wandb", "tensorboard", "datasets", "pyarrow", "peft", "trl", "reasoning_gym", "math_verify", "mcp"}
-VENDORS |= {"gymnasium", "openenv", "verifiers"}
+VENDORS |= {"bitsandbytes", "gymnasium", "openenv", "verifiers"}
 
 
 def imports(path: Path, *, at_run_time: bool) -> set[str]:

@@ -19,18 +19,20 @@ from headrace.proof import proof
 from headrace.records import Rollout, Sampling, frames, pack_rollouts, unpack_rollouts
 from headrace.rpc import Listener, Peer, RemoteError, Stream, StreamClosed, connect
 from headrace.settings import ConfigError
+from headrace.tls import client_context, make_certificate, server_context
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 TOKEN = "a" * 64
-KINDS = ("unix", "tcp")
+KINDS = ("unix", "tcp", "tls")
+CERTIFICATE = make_certificate()
 
 
 async def listen(kind: str, token: str = TOKEN) -> Listener:
     if kind == "unix":
         return await Listener.on_this_host(token=token)
-    return await Listener.between_hosts("127.0.0.1", token=token)
+    return await Listener.between_hosts("127.0.0.1", token=token, certificate=CERTIFICATE if kind == "tls" else "")
 
 
 @contextlib.asynccontextmanager
@@ -126,8 +128,8 @@ async def everything_said(address: str, hello: dict[str, Any]) -> bytes:
     if kind == "unix":
         reader, writer = await asyncio.open_unix_connection(place)
     else:
-        host, _, port = place.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        host, _, port = place.rpartition("@")[2].rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=client_context() if kind == "tls" else None)
     writer.write(frames.encode({"challenge": "0" * 32, **hello}))
     said = await reader.read()
     writer.close()
@@ -209,6 +211,40 @@ def test_a_proof_for_one_channel_opens_no_other(change):
         else:
             assert "proof" in await stream.receive()
         stream.close()
+        listener.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("pins", [True, False], ids=["pinned", "not pinned"])
+def test_nobody_between_two_hosts_passes_their_proofs_on(pins):
+    """Somebody in the middle has a certificate of their own and passes every byte on, to the listener over TLS."""
+
+    async def main() -> None:
+        listener = await listen("tls")
+        arriving = listener.expect("engine-0", "data")
+        pinned, _, place = listener.address.removeprefix("tls:").rpartition("@")
+        host, _, port = place.rpartition(":")
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            theirs, ours = await asyncio.open_connection(host, int(port), ssl=client_context())
+
+            async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+                while got := await source.read(4096):
+                    target.write(got)
+                target.close()
+
+            await asyncio.gather(copy(reader, ours), copy(theirs, writer))
+
+        context = server_context(make_certificate())
+        async with await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=context) as middle:
+            address = f"tls:{pinned + '@' if pins else ''}127.0.0.1:{middle.sockets[0].getsockname()[1]}"
+            with pytest.raises(PermissionError if pins else StreamClosed, match="certificate" if pins else "did not let"):
+                await connect(address, token=TOKEN, name="engine-0", channel="data")
+        assert not arriving.done()
+        through = await connect(f"tls:{place}", token=TOKEN, name="engine-0", channel="data")
+        through.close()
+        (await arriving).close()
         listener.close()
 
     run(main)
@@ -327,7 +363,7 @@ def test_a_listener_that_is_silent_is_given_up(monkeypatch, short_folder):
         server = await asyncio.start_unix_server(lambda *_: None, short_folder / "s")
         with pytest.raises(TimeoutError):
             await connect(f"unix:{short_folder / 's'}", token=TOKEN, name="engine-0", channel="data")
-        with pytest.raises(ValueError, match="unix:PATH or tcp:HOST:PORT"):
+        with pytest.raises(ValueError, match="unix:PATH, tcp:HOST:PORT or tls:"):
             await connect("pigeon:home", token=TOKEN, name="engine-0", channel="data")
         server.close()
 

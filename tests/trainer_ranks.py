@@ -70,10 +70,10 @@ def make_batch(case: str) -> Batch:
     return Batch(**{**columns, **OPTIONS.get(case, {})})
 
 
-def make_trainer(case: str, ranks: Ranks | None) -> DeviceTrainer:
+def make_trainer(case: str, ranks: Ranks | None, device: str = "cpu") -> DeviceTrainer:
     def model() -> Any:
         made = make(FAMILY.get(case, "llama"), **({"tie_word_embeddings": True} if case == "tied" else {}))
-        return prepare(made, name=case)
+        return prepare(made if ranks is not None else made.to(device), name=case)
 
     learner, frozen = model(), {}
     if case == "lora":
@@ -94,18 +94,18 @@ def pieces(trainer: DeviceTrainer) -> dict[str, tuple[int, torch.Tensor]]:
 def weights(trainer: DeviceTrainer) -> dict[str, tuple[int, torch.Tensor]]:
     given = trainer.tensors()
     if isinstance(given, ShardedWeights):
-        return {name: (start, tensor) for name, start, _, tensor in given}
-    return {name: (0, tensor.flatten()) for name, tensor in given}
+        return {name: (start, tensor.cpu()) for name, start, _, tensor in given}
+    return {name: (0, tensor.flatten().cpu()) for name, tensor in given}
 
 
-def run_case(case: str, ranks: Ranks | None, folder: Path) -> dict[str, Any]:
+def run_case(case: str, ranks: Ranks | None, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """A step, a checkpoint, and a second step of a trainer that has loaded it; and another of one that has loaded that of one
     rank, if there is such a folder."""
-    trainer, batch = make_trainer(case, ranks), make_batch(case)
+    trainer, batch = make_trainer(case, ranks, device), make_batch(case)
     found: dict[str, Any] = {"first": trainer.forward_backward(batch)}
     if ranks is None or ranks.replicate == 1:  # else they are added up in the step
         found["gradient"] = pieces(trainer) if case not in ("lora", "values") else {}
-        found["gradient"] = {name: (start, each.clone()) for name, (start, each) in found["gradient"].items()}
+        found["gradient"] = {name: (start, each.to("cpu", copy=True)) for name, (start, each) in found["gradient"].items()}
     found["stepped"] = trainer.optim_step(1e-3)
     if CASES[case].get("reference_every"):
         trainer.mix_reference(0.5)
@@ -115,17 +115,17 @@ def run_case(case: str, ranks: Ranks | None, folder: Path) -> dict[str, Any]:
     found["files"] = trainer.save(saved)
     if ranks is not None:
         ranks.exchange({})  # all have written
-    found |= resume(case, ranks, saved)
+    found |= resume(case, ranks, saved, device)
     found["passes"] = trainer.num_passes
     other = folder / f"saved-{case}-1"
     if ranks is not None and other.exists():
-        found["resumed"] = resume(case, ranks, other)["weights"]
+        found["resumed"] = resume(case, ranks, other, device)["weights"]
     return found
 
 
-def resume(case: str, ranks: Ranks | None, saved: Path) -> dict[str, Any]:
+def resume(case: str, ranks: Ranks | None, saved: Path, device: str = "cpu") -> dict[str, Any]:
     """A step of a trainer that goes on from a checkpoint."""
-    trainer = make_trainer(case, ranks)
+    trainer = make_trainer(case, ranks, device)
     trainer.load(saved)
     found: dict[str, Any] = {"second": trainer.forward_backward(make_batch(case))}
     trainer.optim_step(1e-3)
@@ -139,12 +139,13 @@ def main() -> None:
     parser.add_argument("--replicate", type=int, required=True)
     parser.add_argument("--shard", type=int, required=True)
     parser.add_argument("--cases", nargs="+", required=True)
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(1)
     settings = ParallelSettings(replicate=given.replicate, shard=given.shard)
-    ranks = Ranks.join(settings, rank=given.rank, address=f"file://{given.folder}/rendezvous", timeout=100)
+    ranks = Ranks.join(settings, rank=given.rank, address=f"file://{given.folder}/rendezvous", device=given.device, timeout=100)
     for case in given.cases:
-        write(run_case(case, ranks, given.folder), given.folder / f"{case}-{given.rank}")
+        write(run_case(case, ranks, given.folder, given.device), given.folder / f"{case}-{given.rank}")
         print(f"rank {given.rank} did {case}", flush=True)
     ranks.close()
 
@@ -164,13 +165,17 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return load_file(path.with_suffix(".safetensors")), json.loads(path.with_suffix(".json").read_text())
 
 
-def run_ranks(folder: Path, *, replicate: int, shard: int, cases: list[str], seconds: float = 300) -> None:
-    """Start the ranks and wait for them."""
-    command = [sys.executable, __file__, str(folder), "--replicate", str(replicate), "--shard", str(shard), "--cases", *cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def run_ranks(folder: Path, *, replicate: int, shard: int, cases: list[str], device: str = "cpu", seconds: float = 300) -> None:
+    """Start the ranks and wait for them. On a GPU they share it, which NCCL allows to ranks of different hosts alone."""
+    command = [sys.executable, __file__, str(folder), "--replicate", str(replicate), "--shard", str(shard)]
+    command += ["--device", device, "--cases", *cases]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    environment |= {f"NCCL_{way}_DISABLE": "1" for way in ("P2P", "SHM", "IB")}
     logs = [(folder / f"rank-{rank}.log").open("w+") for rank in range(replicate * shard)]
     running = [
-        subprocess.Popen([*command, "--rank", str(rank)], env=environment, stdout=log, stderr=log)
+        subprocess.Popen(
+            [*command, "--rank", str(rank)], env={**environment, "NCCL_HOSTID": f"host{rank}"}, stdout=log, stderr=log
+        )
         for rank, log in enumerate(logs)
     ]
     try:

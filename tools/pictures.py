@@ -171,7 +171,8 @@ def lag(bench: Path) -> str:
 
 def presets(bench: Path) -> str:
     """Share of the bound against mean lag, a dot for each preset and a panel for each load of `headrace bench presets`."""
-    rows = {row["name"]: {"default": row["value"], **row["peers"]} for row in json.loads(bench.read_text())["rows"]}
+    found = [row for row in json.loads(bench.read_text())["rows"] if row.get("peers")]
+    rows = {row["name"]: {"default": row["value"], **row["peers"]} for row in found}
     loads = [name.partition(": ")[0] for name in rows if name.endswith(": share of the bound")]
     names = list(rows[f"{loads[0]}: share of the bound"])
     most = max(lag for load in loads for lag in rows[f"{load}: mean lag"].values())

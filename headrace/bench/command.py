@@ -21,6 +21,7 @@ BENCHES = {
     "partial": "what each interrupt costs: tokens wasted, time stalled, KV cache recomputed, lag",
     "engine": "the native engine's tokens a second, against the memory bandwidth's limit, transformers and vLLM",
     "trainer": "the trainer's tokens a second, FLOPs utilization and memory, against transformers",
+    "ranks": "two trainer ranks on two cores against one and against FSDP2, and how evenly a long tail is spread over ranks",
     "mismatch": "how far logprobs of engine and trainer differ at other precision, with experts replayed and not",
     "moe": "a mixture of experts in engine and trainer, against a dense model of equal active parameters, and vLLM",
     "lora": "an adapter's cost in decoding and publishing, and logprobs of engine and trainer with one, live and merged",

@@ -86,9 +86,11 @@ def _buffer(*, quick: bool) -> Iterator[list[Row]]:
     found = put_and_take(num_episodes=count, max_bytes=None)
     yield [Row(f"put and take, {count:,} episodes buffered", found["process"], "µs an episode", goal="≤ 100")]
     spilled = put_and_take(num_episodes=count, max_bytes=bound)
+    alone = put_and_take(num_episodes=count, max_bytes=bound, size=1)
     yield [
         Row("the same, nearly all on disk", spilled["process"], "µs an episode", goal="≤ 100"),
         Row("of that in the event loop", spilled["loop"], "µs an episode"),
+        Row("on disk, each episode alone", alone["process"], "µs an episode", goal="≤ 100"),
         Row("memory of the buffer then", spilled["bytes"] / 1e6, "MB", bound=bound / 1e6),
     ]
 

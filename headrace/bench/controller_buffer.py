@@ -14,23 +14,23 @@ from headrace.records import Episode, Scored
 GROUP_SIZE, BATCH = 8, 256
 
 
-def put_and_take(*, num_episodes: int, max_bytes: int | None) -> dict[str, float]:
+def put_and_take(*, num_episodes: int, max_bytes: int | None, size: int = GROUP_SIZE) -> dict[str, float]:
     """Microseconds per episode of the event loop's thread and of the whole process, and the most bytes in memory. With
-    `max_bytes`, groups beyond that wait in a journal on disk."""
-    return asyncio.run(_put_and_take(num_episodes=num_episodes, max_bytes=max_bytes))
+    `max_bytes`, groups beyond that wait in a journal on disk. `size`: episodes in a group; 1: each enters alone."""
+    return asyncio.run(_put_and_take(num_episodes=num_episodes, max_bytes=max_bytes, size=size))
 
 
-async def _put_and_take(*, num_episodes: int, max_bytes: int | None) -> dict[str, float]:
-    groups = [_group(number) for number in range(num_episodes // GROUP_SIZE)]
+async def _put_and_take(*, num_episodes: int, max_bytes: int | None, size: int) -> dict[str, float]:
+    groups = [_group(number, size) for number in range(num_episodes // size)]
     with tempfile.TemporaryDirectory() as folder:
         journal = None
         if max_bytes is not None:
             journal = Journal(Path(folder) / "journal", max_bytes=1 << 40, in_thread=True, say=print)
-        buffer = GroupBuffer(batch=BATCH // GROUP_SIZE, capacity=None, max_bytes=max_bytes or 1 << 40, journal=journal)
+        buffer = GroupBuffer(batch=BATCH // size, capacity=None, max_bytes=max_bytes or 1 << 40, journal=journal)
         began = time.thread_time(), time.process_time()
         for number, group in enumerate(groups):
             buffer.put(group, entry=Entry(group, task=0))
-            if number % 64 == 63:
+            if number % (512 // size) == 0:
                 await asyncio.sleep(0)
         while journal is not None and journal.is_writing:  # noqa: ASYNC110  (a benchmark may poll)
             await asyncio.sleep(0.001)
@@ -43,11 +43,11 @@ async def _put_and_take(*, num_episodes: int, max_bytes: int | None) -> dict[str
         spent = time.thread_time() - began[0], time.process_time() - began[1]
         if journal is not None:
             journal.close(is_over=True)
-    count = num_taken * GROUP_SIZE
+    count = num_taken * size
     return {"loop": 1e6 * spent[0] / count, "process": 1e6 * spent[1] / count, "bytes": most}
 
 
-def _group(number: int) -> Group:
+def _group(number: int, size: int = GROUP_SIZE) -> Group:
     name, rollout = f"g{number}", answer(number % 50)
     members = (
         Episode(
@@ -57,6 +57,6 @@ def _group(number: int) -> Group:
             rollouts=(rollout.replace(id=f"{name}/{index}", episode=f"{name}/{index}", group=name, index=index),),
             outcome=Scored(float(index)),
         )
-        for index in range(GROUP_SIZE)
+        for index in range(size)
     )
     return Group(number, tuple(members), "tasks", number)

@@ -63,7 +63,7 @@ class ReportingEngine:
         self.remote = RemoteEngine(name, pool, control=self, on_report=lambda *_: None)  # type: ignore[arg-type]
         self.remote.data = self  # type: ignore[assignment]
         self.stream = SimpleNamespace(backlog=0)
-        self._notices = self.remote.notices()
+        self.notices = self.remote.notices()
         self._calls: dict[int, tuple[Rollout, Sampling]] = {}
         self._sampled: dict[int, int] = {}
         self._tell("pull", slots)
@@ -78,7 +78,7 @@ class ReportingEngine:
         self._sampled.update(dict.fromkeys(work["keys"].tolist(), 0))
 
     def _tell(self, name: str, value: object) -> None:
-        self._notices[name](decode(encode(value)))
+        self.notices[name](decode(encode(value)))
 
     def report(self, rate: int, *, version: int) -> None:
         """A second later: what was sampled, then the calls that have ended."""

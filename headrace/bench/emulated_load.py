@@ -48,6 +48,8 @@ class Load:
     """Of the window."""
     last_versions: int = 8
     """Trained after it: a run's last versions submit nothing more."""
+    seed: int = 0
+    """Of the lengths."""
 
     @property
     def steps(self) -> int:
@@ -80,7 +82,7 @@ class Load:
     def lengths(self) -> Array:
         """[groups, group_size]: the tokens of every completion, the same for every contestant."""
         count = 4 * self.steps * self.batch
-        lengths = lognormal_lengths(count, mean=self.mean_tokens, sigma=self.sigma, cap=self.max_tokens)
+        lengths = lognormal_lengths(count, mean=self.mean_tokens, sigma=self.sigma, cap=self.max_tokens, seed=self.seed)
         return np.asarray(lengths).reshape(-1, self.group_size)
 
     def length(self, rollout: Rollout) -> int:

@@ -85,7 +85,7 @@ class Plan:
 def make_plan(device: str, *, quick: bool, slots: int | None = None) -> Plan:
     if device == "cuda":
         slots = slots or (32 if quick else 256)
-        sizes, shape, dtype = (256, 32 if quick else 128, 64), SMOLLM2_135M, "bfloat16"
+        sizes, shape, dtype = (256, 32 if quick else 64, 64), SMOLLM2_135M, "bfloat16"
     else:
         slots = slots or (8 if quick else 32)
         sizes, shape, dtype = (32, 8 if quick else 16, 8), SMALL, "float32"
@@ -242,7 +242,7 @@ class Work:
                 assert len(rollout) == plan.length
 
         await asyncio.gather(*(go_on() for _ in range(in_flight)))
-        return self._figures(before, all_begun, num_episodes=count)
+        return self._figures(name, before, all_begun, num_episodes=count)
 
     async def in_lockstep(self, mean: float) -> Figures:
         """As many episodes as are in flight in async, turn by turn."""
@@ -256,17 +256,18 @@ class Work:
             pairs = zip(clients, rollouts, strict=True)
             rollouts = await asyncio.gather(*(client.generate(rollout) for client, rollout in pairs))
         self._engine.release([rollout.id for rollout in rollouts])
-        return self._figures(before, self._mark(), num_episodes=self.plan.in_flight)
+        return self._figures("sync", before, self._mark(), num_episodes=self.plan.in_flight)
 
     def _mark(self) -> tuple[float, int, float, int]:
         return time.perf_counter(), self._core.num_sampled, self._recorder.slot_seconds, self._recorder.prompt_rows
 
     def _figures(
-        self, before: tuple[float, int, float, int], after: tuple[float, int, float, int], *, num_episodes: int
+        self, name: str, before: tuple[float, int, float, int], after: tuple[float, int, float, int], *, num_episodes: int
     ) -> Figures:
         seconds, sampled = after[0] - before[0], after[1] - before[1]
         busy = (after[2] - before[2]) / (self.plan.slots * seconds)
         rows = self._recorder.prompt_rows - before[3]
+        say(f"{name}: {sampled:,} tokens in {seconds:.1f} s, slots {busy:.1%} busy")
         return Figures(seconds, sampled, busy, rows / (num_episodes * self.plan.fewest_prompt_tokens))
 
 

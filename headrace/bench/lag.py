@@ -7,20 +7,28 @@ from one model, which SFT taught to sort 2 to 4 digits; seeds differ in tasks an
 every lag and with every loss. The curve is the mean reward of the batch that each version sampled, its area the mean over all
 versions. The last `lag` versions are only sampled from.
 
-The part `paired` compares the default algorithm at lag 8 and at lag 0, seed by seed, at a rate at which learning takes hundreds
-of versions. Each loss is a part of its own, at a rate six times as high: the fastest at which lag 0 learns steadily.
+The parts `paired` and `slower` compare the default algorithm at lag 8 and at lag 0, seed by seed, at two rates: what a
+lag costs depends on how much is learned in so many versions. Each loss is a part of its own, at the fastest rate at which lag 0
+learns steadily. Runs are trained side by side in child processes, one for each core, with one thread each.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import queue
+import tempfile
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from headrace.bench.child import Child
 from headrace.bench.harness import Row, run_parts, say
 from headrace.buffer import Group
 from headrace.config import make_recipe
@@ -32,14 +40,13 @@ from headrace.run import make_batches
 from headrace.tasks import builtin_reward, open_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator
 
     from headrace.config import Recipe
     from headrace.records import Array
 
-    Learn = Callable[[str, int, int], "Learned"]
-    """Trains by a name in `WAYS`, with a lag and a seed."""
+    Learn = Callable[[str, int, int], "Future[Learned]"]
+    """Begins to train by a name in `WAYS`, with a lag and a seed."""
 
 
 class Pace(NamedTuple):
@@ -53,7 +60,8 @@ class Learned(NamedTuple):
 
 
 LAGS, SEEDS, PAIRS = (0, 2, 8, 32), 5, 12
-SLOW, FAST = Pace(300, 7e-5), Pace(100, 4e-4)
+PAIRED = {"paired": Pace(300, 7e-5), "slower": Pace(600, 3.5e-5)}
+FAST = Pace(100, 4e-4)
 SOURCE = "builtin:sort_digits"
 SETTINGS: dict[str, Any] = {
     "orchestrate": "inline",
@@ -86,36 +94,80 @@ DIFFERS_AT_0 = ("GSPO",)
 
 def run(*, seeds: int | None = None, only: str | None = None, quick: bool, json_file: Path | None) -> int:
     """`--quick` trains two seeds for a few versions at lags 0 and 2."""
-    torch.set_num_threads(1)  # the model is too small for more
-    slow, fast = (pace._replace(steps=3) if quick else pace for pace in (SLOW, FAST))
     lags, lag, pairs = ((0, 2), 2, 2) if quick else (LAGS, 8, max(seeds or 0, PAIRS))
     recipe = make_recipe({**SETTINGS, **({"sft.steps": 2} if quick else {})})
-    with model_folder(recipe, UserInputs(), say=say) as folder:
-        parts: dict[str, Any] = {"paired": functools.partial(_pair, functools.partial(_learn, folder, slow), lag, pairs)}
-        learn = functools.cache(functools.partial(_learn, folder, fast))
+    with model_folder(recipe, UserInputs(), say=say) as folder, ExitStack() as stack:
+        learners = Learners(folder, stack)
+        parts: dict[str, Any] = {}
+        for name, pace in PAIRED.items():
+            learn = functools.partial(learners, pace._replace(steps=3) if quick else pace)
+            parts[name] = functools.partial(_pair, learn, lag, pairs, name=name)
+        learn = functools.partial(learners, FAST._replace(steps=3) if quick else FAST)
         for way in WAYS:
             parts[way] = functools.partial(_measure, learn, way, lags, seeds or (2 if quick else SEEDS))
         return run_parts("lag", parts, quick=quick, json_file=json_file, only=only)
 
 
-def _pair(learn: Learn, lag: int, seeds: int) -> Iterator[list[Row]]:
+class Learners:
+    """Child processes that train, one for each core of this process; they are started when the first run is asked for."""
+
+    def __init__(self, folder: str, stack: ExitStack) -> None:
+        """`stack` ends them."""
+        self._folder, self._stack = folder, stack
+        self._free: queue.SimpleQueue[Child] = queue.SimpleQueue()
+        self._threads: ThreadPoolExecutor | None = None
+        self._begun: dict[tuple[Any, ...], Future[Learned]] = {}
+
+    def __call__(self, pace: Pace, way: str, lag: int, seed: int) -> Future[Learned]:
+        """Begin a run, unless it has been begun before."""
+        key = (*pace, way, lag, seed)
+        if key not in self._begun:
+            self._begun[key] = (self._threads or self._start()).submit(self._learn, key)
+        return self._begun[key]
+
+    def _start(self) -> ThreadPoolExecutor:
+        cores = len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(cores)
+        logs = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        for number in range(cores):
+            child = Child(f"learner {number}", "headrace.bench.lag:learner", {"folder": self._folder}, log=logs / str(number))
+            self._free.put(self._stack.enter_context(child))
+        self._stack.callback(self._threads.shutdown, cancel_futures=True)
+        return self._threads
+
+    def _learn(self, key: tuple[Any, ...]) -> Learned:
+        child = self._free.get()
+        learned = Learned(**child.ask(list(key), seconds=3600))
+        self._free.put(child)
+        return learned
+
+
+def learner(settings: dict[str, Any], orders: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """A child process that trains whatever it is told."""
+    torch.set_num_threads(1)  # the model is too small for more
+    for steps, learning_rate, way, lag, seed in orders:
+        yield _learn(settings["folder"], Pace(steps, learning_rate), way, lag, seed)._asdict()
+
+
+def _pair(learn: Learn, lag: int, seeds: int, *, name: str = "paired") -> Iterator[list[Row]]:
     """The default at this lag against lag 0, on the same seeds."""
     fresh, stale = [], []
-    for seed in range(seeds):
-        fresh.append(learn("default", 0, seed).curve)
-        stale.append(learn("default", lag, seed).curve)
-        yield [Row(f"paired, seed {seed}: area at lag {lag} ÷ lag 0", float(np.mean(stale[-1]) / np.mean(fresh[-1])), "ratio")]
+    pairs = [(learn("default", 0, seed), learn("default", lag, seed)) for seed in range(seeds)]
+    for seed, (at_0, at_lag) in enumerate(pairs):
+        fresh.append(at_0.result().curve)
+        stale.append(at_lag.result().curve)
+        yield [Row(f"{name}, seed {seed}: area at lag {lag} ÷ lag 0", float(np.mean(stale[-1]) / np.mean(fresh[-1])), "ratio")]
     area = np.mean(stale, axis=1)
     ratios = area / np.mean(fresh, axis=1)
     low, high = interval(ratios)
     delayed = area / np.mean([curve[:1] * lag + curve[:-lag] for curve in fresh], axis=1)
     yield [
-        Row(f"paired, area at lag {lag} ÷ lag 0: mean of {seeds} seeds", float(ratios.mean()), "ratio"),
-        Row(f"paired, area at lag {lag} ÷ lag 0: 95 % interval from", low, "ratio", goal="≥ 0.97"),
-        Row(f"paired, area at lag {lag} ÷ lag 0: 95 % interval to", high, "ratio"),
-        Row(f"paired, area at lag {lag} ÷ lag 0 begun {lag} versions later", float(delayed.mean()), "ratio"),
+        Row(f"{name}, area at lag {lag} ÷ lag 0: mean of {seeds} seeds", float(ratios.mean()), "ratio"),
+        Row(f"{name}, area at lag {lag} ÷ lag 0: 95 % interval from", low, "ratio", goal="≥ 0.97"),
+        Row(f"{name}, area at lag {lag} ÷ lag 0: 95 % interval to", high, "ratio"),
+        Row(f"{name}, area at lag {lag} ÷ lag 0 begun {lag} versions later", float(delayed.mean()), "ratio"),
         *(
-            Row(f"paired, lag {each}: reward of the last tenth", _last(curves), "reward", curve=_points(curves))
+            Row(f"{name}, lag {each}: reward of the last tenth", _last(curves), "reward", curve=_points(curves))
             for each, curves in ((0, fresh), (lag, stale))
         ),
     ]
@@ -139,9 +191,9 @@ def interval(values: Array, *, seed: int = 0) -> tuple[float, float]:
 
 def _measure(learn: Learn, way: str, lags: tuple[int, ...], seeds: int) -> Iterator[list[Row]]:
     """The area of each lag over its seeds, with the reward of the last tenth and of its worst seed."""
-    for lag in lags:
-        same = way if lag or way in DIFFERS_AT_0 else "default"
-        learned = [learn(same, lag, seed) for seed in range(seeds)]
+    begun = {lag: [learn(way if lag or way in DIFFERS_AT_0 else "default", lag, seed) for seed in range(seeds)] for lag in lags}
+    for lag, runs in begun.items():
+        learned = [each.result() for each in runs]
         curves, name = [each.curve for each in learned], f"{way}, lag {lag}"
         yield [
             Row(f"{name}: area", float(np.mean(curves)), "reward", curve=_points(curves)),

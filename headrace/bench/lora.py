@@ -6,7 +6,9 @@ mismatch: an adapter is trained; at three versions rollouts of an engine that ap
 weights or into weights that are then rounded to bfloat16, are scored by the trainer. The model's own weights are bfloat16
 numbers. On a CPU all is computed in float32, so that what differs is the merging alone; on a GPU in bfloat16, so that live and
 merged differ from the trainer by their kernels too.
-step-8b, on a GPU: whole training steps of a model of 8 billion parameters, with its adapter.
+quantize: a trainer with its frozen weights in 4 bits beside one that holds them whole (`bench/qlora.py`).
+step-8b, on a GPU: whole training steps of a model of 8 billion parameters, with its adapter; step-8b-nf4: the trainer's
+weights in 4 bits; trl-8b: the same steps by TRL, vLLM and PEFT, where these are installed.
 """
 
 from __future__ import annotations
@@ -16,20 +18,22 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.bench.engine_native import Turn, generate
-from headrace.bench.harness import Row, default_device, run_parts, take_turns
+from headrace.bench.harness import Row, default_device, run_parts, say, take_turns
 from headrace.bench.loads import QWEN3_0_6B, QWEN3_8B, Load, write_random_model
 from headrace.bench.measure import KL, compare, make_batch, release, wait
-from headrace.bench.step import Peers, measure
+from headrace.bench.qlora import measure_quantized
+from headrace.bench.step import Peers, measure, measure_trl
 from headrace.bench.step_plan import Variant, make_plan as step_plan
+from headrace.bench.step_trl import TRIED_8B, missing_modules
 from headrace.engine import EngineCore, HeldAdapter
-from headrace.lora import LoraSettings, adapter_of, merge_adapter
+from headrace.lora import FOUR_BITS, LoraSettings, adapter_of, has_bitsandbytes, merge_adapter
 from headrace.model import ModelSettings, StagedWeights, build_folder, load_model, load_tokenizer, narrow
 from headrace.sync import Lineage, MemoryTransport, SharedMemoryTransport, WeightSync
 from headrace.trainer import DeviceTrainer, TrainSettings
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from headrace.bench.harness import Part
+    from headrace.records import Rollout
 
 LORA, VERSIONS = LoraSettings(rank=32, alpha=64.0), 8
 SIZES = ModelSettings(hidden_size=512, num_layers=8, num_heads=8, context=256)
@@ -77,9 +83,9 @@ def run(*, quick: bool, json_file: Path | None, only: str | None = None) -> int:
             load = Load.uniform(16, 16, 16) if quick else Load.uniform(64, 16, 64)
         judged = Load.uniform(8 if quick else 32, 16, 32)
         plan = Plan(folder, device, load, 1 if quick else 5, judged, JUDGED[:2] if quick else JUDGED)
-        parts = {name: partial(part, plan) for name, part in PARTS.items()}
+        parts: dict[str, Part] = {name: partial(part, plan) for name, part in PARTS.items()}
         if device == "cuda":
-            parts["step-8b"] = partial(_step, plan, quick=quick)
+            parts |= _steps(Path(folder) / "8b", quick=quick)
         return run_parts("lora", parts, quick=quick, json_file=json_file, only=only)
 
 
@@ -183,16 +189,48 @@ def _mismatch(plan: Plan) -> Iterator[list[Row]]:
             yield [*rows, Row(f"version {version}: KL of all that was learned", kl, "nats")]
 
 
-PARTS = {"decode": _decode, "publish": _publish, "mismatch": _mismatch}
+def _quantize(plan: Plan) -> Iterator[list[Row]]:
+    if not has_bitsandbytes():
+        say("quantize: bitsandbytes is not installed here; it is not measured")
+        return iter(())
+
+    def sample(model: PreTrainedModel, load: Load) -> Sequence[Rollout]:
+        core = _engine(plan, model, load)
+        rollouts = _generate(core, load, seed=0).rollouts
+        core.close()
+        return rollouts
+
+    how: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype, "turns": plan.turns}
+    return measure_quantized(plan.folder, LORA, judged=plan.judged, sample=sample, **how)
 
 
-def _step(plan: Plan, *, quick: bool) -> Iterator[list[Row]]:
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
-        model = write_random_model(QWEN3_8B, Path(folder) / "model", dtype="bfloat16")
+PARTS = {"decode": _decode, "publish": _publish, "mismatch": _mismatch, "quantize": _quantize}
+
+
+def _steps(folder: Path, *, quick: bool) -> dict[str, Part]:
+    """Whole steps of a model of 8 billion parameters: TRL's first, if it is installed, then ours, which is compared with it."""
+    load = dataclasses.replace(step_plan("cuda", quick=quick), shape=QWEN3_8B, micro_batch_tokens=8192, goal="")
+    load, peers = dataclasses.replace(load, warmups=1) if quick else load, Peers()
+    lora = {"lora.rank": LORA.rank, "lora.alpha": LORA.alpha, "deadline": 300.0}
+
+    @cache
+    def model() -> str:
+        path = write_random_model(QWEN3_8B, folder / "model", dtype="bfloat16")
         release()
-        load = dataclasses.replace(step_plan("cuda", quick=quick), shape=QWEN3_8B, micro_batch_tokens=8192, goal="")
-        variant = Variant("8B, LoRA, in turn", {"lora.rank": LORA.rank, "lora.alpha": LORA.alpha, "deadline": 300.0})
-        yield measure(load, variant, model, Path(folder), peers=Peers())
+        return path
+
+    def part_of(name: str, more: Mapping[str, Any]) -> Part:
+        variant = Variant(f"8B, {name}, in turn", {**lora, **more})
+        return lambda: [measure(load, variant, model(), folder, peers=peers)]
+
+    parts: dict[str, Part] = {}
+    if not missing_modules("cuda"):
+        rank = {"rank": LORA.rank, "alpha": LORA.alpha}
+        parts["trl-8b"] = lambda: measure_trl(load, model(), folder, peers, tried=TRIED_8B, lora=rank)
+    parts["step-8b"] = part_of("LoRA", {})
+    if has_bitsandbytes():
+        parts["step-8b-nf4"] = part_of("QLoRA", {"lora.quantize": FOUR_BITS})
+    return parts
 
 
 def _engine(plan: Plan, model: PreTrainedModel, load: Load, *, places: int = 1) -> EngineCore:

@@ -28,7 +28,7 @@ from headrace.bench.learn import RECIPE
 from headrace.config import PRESETS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from headrace.run import CallbackState
 
@@ -37,6 +37,19 @@ LOADS = (
     Load(name="engine-bound", sigma=0.5, training=0.95),
     Load(name="long tail", sigma=1.0, training=1.05),
 )
+_EVEN, _BOUND, _TAIL = LOADS
+OTHERS = (
+    *(dataclasses.replace(_TAIL, name=f"long tail, lengths {seed}", seed=seed) for seed in (1, 2)),
+    *(dataclasses.replace(_TAIL, name=f"σ = {sigma}", sigma=sigma) for sigma in (0.8, 1.2)),
+    dataclasses.replace(_TAIL, name="long tail, a slot for each rollout", slots=64),
+    dataclasses.replace(_EVEN, name="a slot for each rollout", slots=64),
+    dataclasses.replace(_EVEN, name="scores after 20 s", score_seconds=20.0),
+    dataclasses.replace(_EVEN, name="8 groups, one engine", groups_per_batch=8, engines=1),
+    dataclasses.replace(_EVEN, name="trainer 40 % slower", training=1.4),
+    dataclasses.replace(_BOUND, name="engine-bound, lengths 1", seed=1),
+    dataclasses.replace(_BOUND, name="trainer 30 % faster", training=0.7),
+)
+"""For the default alone: loads on which nothing of `max_lag = "auto"` was chosen."""
 OURS = "default"
 """The name of a recipe without a preset."""
 CONTESTANTS: dict[str, dict[str, Any]] = {OURS: {}, **{name: {"preset": name} for name in PRESETS}}
@@ -58,6 +71,8 @@ def run(*, only: str | None = None, seeds: int | None = None, quick: bool, json_
     chosen = {name: own for name, own in CONTESTANTS.items() if not quick or name == OURS or name in _QUICK}
     loads = [dataclasses.replace(load, **_QUICK_SIZES) if quick else load for load in LOADS]
     parts: dict[str, Any] = {load.name: functools.partial(_emulated, load, chosen) for load in loads}
+    others = [dataclasses.replace(load, **_QUICK_SIZES) for load in OTHERS[:1]] if quick else OTHERS
+    parts["other loads"] = functools.partial(_others, others)
     few = {name: CONTESTANTS[name] for name in (OURS, _QUICK[0])}
     parts["real"] = functools.partial(
         _real, few if quick else chosen, seeds=range(seeds or 1), seconds=1.0 if quick else _SECONDS
@@ -98,6 +113,13 @@ def _emulated(load: Load, contestants: Mapping[str, dict[str, Any]]) -> Iterator
         )
         for figure, (title, unit) in FIGURES.items()
     ]
+
+
+def _others(loads: Sequence[Load]) -> Iterator[list[Row]]:
+    for load in loads:
+        found = dataclasses.asdict(emulate(load, CONTESTANTS[OURS]))
+        chosen = {figure: FIGURES[figure] for figure in ("share", "trainer_idle", "engine_idle", "lag_mean")}
+        yield [Row(f"{load.name}: {title}", found[figure], unit) for figure, (title, unit) in chosen.items()]
 
 
 # For real

@@ -165,6 +165,7 @@ def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, p
         Row(f"{name}: step", statistics.median(row["seconds"] for row in seen), "s"),
         Row(f"{name}: completions", rate, "tokens/s", peers=others),
         *(Row(f"{name}: completions ÷ {who}", rate / theirs, "ratio", goal=goal) for who, theirs in others.items()),
+        Row(f"{name}: mean |Δ logprob| of engine and trainer", statistics.fmean(row["train/mismatch"] for row in seen), "nats"),
         Row(f"{name}: mean lag", statistics.fmean(row["lag_mean"] for row in seen), "versions"),
         Row(f"{name}: rejected as too old", statistics.fmean(row.get("rejected", 0.0) for row in seen), "share"),
         Row(f"{name}: exchange of weights", statistics.median(row.get("seconds/engine/swap", 0.0) for row in seen), "s"),
@@ -217,13 +218,13 @@ def memory_rows(variant: Variant, memory: GpuMemory, by_role: dict[str, dict[str
     return rows
 
 
-def measure_trl(plan: Plan, model: str, folder: Path, peers: Peers) -> Iterator[list[Row]]:
-    """TRL's GRPO on the same tasks; yields nothing if it fails."""
+def measure_trl(plan: Plan, model: str, folder: Path, peers: Peers, **more: Any) -> Iterator[list[Row]]:  # noqa: ANN401
+    """TRL's GRPO on the same tasks; yields nothing if it fails. `more`: of `measure_steps`."""
     work: dict[str, Any] = {"model": model, "tasks": plan.make_tasks(), "siblings": plan.siblings, "tokens": plan.tokens}
     steps = plan.warmups + plan.steps
     with GpuMemory() as memory:
         try:
-            found = measure_steps(folder, device=plan.device, completions=plan.completions, steps=steps, **work)
+            found = measure_steps(folder, device=plan.device, completions=plan.completions, steps=steps, **work, **more)
         except PeerFailed as failed:
             say(f"{failed}; it is absent from the table")
             return

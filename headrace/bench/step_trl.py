@@ -1,4 +1,4 @@
-"""TRL's GRPO in a child process, for `headrace bench step`: vLLM generates on a GPU, transformers on a CPU."""
+"""TRL's GRPO in a child process, for `headrace bench step` and `lora`: vLLM generates on a GPU, transformers on a CPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headrace.bench.child import Child, PeerFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-_SECONDS = 360.0
+_SECONDS = 600.0
 TRIED = ((64, False), (32, False), (32, True), (8, True))
 """(completions per pass, gradient checkpointing), fastest first; the next is tried when one runs out of memory."""
+TRIED_8B = ((16, False), (8, False), (16, True), (4, True))
+"""For 8 billion parameters, where each try loads the model twice."""
 
 
 class TrlSteps(NamedTuple):
@@ -33,9 +35,16 @@ def missing_modules(device: str) -> list[str]:
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
-def measure_steps(folder: Path, *, device: str, completions: int, **work: Any) -> TrlSteps:  # noqa: ANN401  (see `train`)
-    """Seconds of each step, with the fastest settings that fit in memory."""
-    for size, checkpointing in TRIED:
+def measure_steps(
+    folder: Path,
+    *,
+    device: str,
+    completions: int,
+    tried: Sequence[tuple[int, bool]] = TRIED,
+    **work: Any,  # noqa: ANN401  (see `train`)
+) -> TrlSteps:
+    """Seconds of each step, with the fastest of the `tried` settings that fit in memory."""
+    for size, checkpointing in tried:
         micro_batch = min(size, completions)
         with tempfile.TemporaryDirectory(dir=folder, prefix="trl-") as place:
             order = {"device": device, "completions": completions, "output": place, **work}
@@ -45,12 +54,12 @@ def measure_steps(folder: Path, *, device: str, completions: int, **work: Any) -
                 with Child("TRL", "headrace.bench.step_trl:train", order, log=log) as child:
                     seconds = child.hear(seconds=_SECONDS)
             except PeerFailed:
-                if (size, checkpointing) == TRIED[-1] or "OutOfMemoryError" not in log.read_text(errors="replace"):
+                if (size, checkpointing) == tried[-1] or "OutOfMemoryError" not in log.read_text(errors="replace"):
                     raise
                 continue
         generator = f"vLLM {_version('vllm')}" if device == "cuda" else "transformers' generate"
         settings = f"micro-batches of {micro_batch}, gradient checkpointing {'on' if checkpointing else 'off'}"
-        name = f"TRL {_version('trl')} + {generator}"
+        name = f"TRL {_version('trl')} + {generator}" + (f" + PEFT {_version('peft')}" if work.get("lora") else "")
         return TrlSteps(name, f"{settings}, importance sampling correction off", seconds)
     raise AssertionError
 
@@ -70,7 +79,8 @@ def grpo_config(*, is_on_gpu: bool, **settings: Any) -> Any:  # noqa: ANN401  (T
 
 def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]:
     """Runs in TRL's process: the seconds of each step, since the end of the previous one. Gradient checkpointing is off if
-    activations fit. Weights have the folder's dtype."""
+    activations fit. Weights are as TRL loads them, in float32; with an adapter (`lora`, its rank and alpha) those that are
+    frozen have the folder's dtype."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
 
@@ -88,7 +98,12 @@ def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]
 
     tokenizer: Any = AutoTokenizer.from_pretrained(order["model"], trust_remote_code=False)
     tokenizer.eos_token = tokenizer.pad_token  # TRL needs one; nothing ends a completion early
-    tokens, is_on_gpu = order["tokens"], order["device"] == "cuda"
+    tokens, is_on_gpu, lora = order["tokens"], order["device"] == "cuda", order.get("lora")
+    adapted: dict[str, Any] = {}
+    if lora:
+        peft: Any = importlib.import_module("peft")
+        sizes = {"r": lora["rank"], "lora_alpha": lora["alpha"]}
+        adapted = {"peft_config": peft.LoraConfig(**sizes, target_modules="all-linear", task_type="CAUSAL_LM")}
     config = grpo_config(
         is_on_gpu=is_on_gpu,
         output_dir=order["output"],
@@ -99,6 +114,7 @@ def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]
         num_generations=order["siblings"],
         max_completion_length=tokens,
         learning_rate=1e-6,
+        model_init_kwargs={"dtype": "auto"} if lora else None,
         generation_kwargs={"ignore_eos": True} if is_on_gpu else {"min_new_tokens": tokens},
     )
 
@@ -114,5 +130,6 @@ def train(order: dict[str, Any], orders: Iterator[Any]) -> Iterator[list[float]]
         train_dataset=Dataset.from_list(order["tasks"]),
         processing_class=tokenizer,
         callbacks=[Clock()],
+        **adapted,
     ).train()
     yield [after - before for before, after in itertools.pairwise(moments)]

@@ -116,6 +116,13 @@ class Group:
         """Whether `episodes` has them."""
         return True
 
+    @classmethod
+    def lost(cls, number: int, *, num_episodes: int, num_sampled: int) -> Group:
+        """One whose episodes could not be read."""
+        group = cls(number, ())
+        group.__dict__.update(num_episodes=num_episodes, num_sampled=num_sampled)
+        return group
+
     def saved(self) -> dict[str, Any]:
         """What a checkpoint keeps of it; the episodes of one on disk are read when asked for."""
         return {"number": self.number, "episodes": self.episodes, "source": self.source, "index": self.index}
@@ -147,7 +154,7 @@ class SpilledGroup(Group):
         return place
 
     def saved(self) -> dict[str, Any]:
-        return {**super().saved(), "episodes": self.read}
+        return {**super().saved(), "episodes": self.read, "facts": [self.num_episodes, self.num_sampled]}
 
 
 def num_sampled(episodes: Iterable[Episode]) -> int:

@@ -19,7 +19,7 @@ from headrace.buffer.segments import Head, Segments
 from headrace.records import WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from headrace.buffer.groups import Group
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _MAX_QUEUED = 256 << 20
 """Bytes that wait to be written: beyond, a disk is too slow, and what comes is not journalled."""
+_BLOCK_BYTES, _BLOCK_EPISODES = 1 << 20, 64
+"""A block takes no more entries from here on: to read one of them, all are read."""
 
 
 class Entry(NamedTuple):
@@ -100,13 +102,14 @@ class Journal:
 
     def _append(self, queue: Sequence[Entry]) -> list[_Written]:
         written: list[_Written] = []
-        for entry in queue:
-            head = Head(entry.group.number, entry.task, versions_of(entry.group))
+        for block in _blocks(queue):
+            heads = [Head(entry.group.number, entry.task, versions_of(entry.group)) for entry in block]
             try:
-                written.append((entry.group.number, self._segments.append(head, entry.episodes)))
+                places = self._segments.append(heads, [entry.episodes for entry in block])
             except (OSError, WireError) as error:  # a full disk, or what an environment put into an episode and cannot travel
                 written += [(each.group.number, error) for each in queue[len(written) :]]
                 break
+            written += [(head.number, None if places is None else places[at]) for at, head in enumerate(heads)]
         return written
 
     def _finish(self, written: list[_Written]) -> None:
@@ -191,6 +194,19 @@ class Journal:
         """The checkpoint of `mark` is on disk."""
         self._segments.forget(mark)
         self.is_full = False
+
+
+def _blocks(queue: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """What is queued, in parts that are written together."""
+    block, num_bytes, num_episodes = list[Entry](), 0, 0
+    for entry in queue:
+        block.append(entry)
+        num_bytes, num_episodes = num_bytes + entry.group.num_bytes, num_episodes + entry.group.num_episodes
+        if num_bytes >= _BLOCK_BYTES or num_episodes >= _BLOCK_EPISODES:
+            yield block
+            block, num_bytes, num_episodes = [], 0, 0
+    if block:
+        yield block
 
 
 def versions_of(group: Group) -> dict[str, list[int]]:

@@ -1,11 +1,14 @@
-"""The files of a journal: numbered segments of entries, each a head and a body, both frames with checksums.
+"""The files of a journal: numbered segments of blocks, each a head and a body, both frames with checksums.
 
-A head says what the group is (number, task, versions) and how long the body is; the body holds its episodes. Segments are only
-appended to, and deleted whole. What follows a damaged byte in a segment is not read, since nothing says where it begins.
+A block holds the entries of groups that were written together, because most of the cost is per frame. Its head says what each
+group is (number, task, versions), how many episodes it has and how long the body is; the body holds the episodes of all.
+Segments are only appended to, and deleted whole. What follows a damaged byte in a segment is not read, since nothing says where
+it begins.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -32,13 +35,25 @@ class JournalError(RuntimeError):
     """A group that is only in the journal cannot be read back."""
 
 
-class Place(NamedTuple):
-    """Where an entry's body lies."""
+class Block(NamedTuple):
+    """Where a body lies."""
 
     segment: int
     offset: int
     size: int
     checksum: int
+
+
+class Place(NamedTuple):
+    """Where an entry lies: its episodes are those from `start` to `stop` of a block."""
+
+    block: Block
+    start: int
+    stop: int
+
+    @property
+    def segment(self) -> int:
+        return self.block.segment
 
 
 class Head(NamedTuple):
@@ -74,7 +89,9 @@ class Segments:
         self._file: IO[bytes] | None = None
         self._open_segment = 0
         self._current = 1
-        """The segment of the next entry."""
+        """The segment of the next block."""
+        self._last_read: tuple[Block, list[Episode]] | None = None
+        """Entries are mostly read one after the other."""
 
     def _path(self, segment: int) -> Path:
         return self._folder / f"{segment:08d}.journal"
@@ -84,19 +101,22 @@ class Segments:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._sizes.clear()
         self._pins.clear()
-        self.num_bytes = 0
+        self.num_bytes, self._last_read = 0, None
 
     # Writing
 
-    def append(self, head: Head, episodes: Sequence[Episode]) -> Place | None:
-        """Hand an entry to the operating system, and pin it; None if it does not fit. Raises `OSError` if that fails."""
-        body = encode(pack_episodes(episodes))
+    def append(self, heads: Sequence[Head], members: Sequence[Sequence[Episode]]) -> list[Place] | None:
+        """Hand a block of entries, with the episodes of each, to the operating system, and pin every one; None if it does not
+        fit. Raises `OSError` if that fails."""
+        body = encode(pack_episodes([episode for episodes in members for episode in episodes]))
         checksum = zlib.crc32(body)
-        start = encode({**head._asdict(), "size": len(body), "checksum": checksum})
-        if self.num_bytes + len(start) + len(body) > self._max_bytes:
+        entries = [[*head, len(episodes)] for head, episodes in zip(heads, members, strict=True)]
+        start = encode({"entries": entries, "size": len(body), "checksum": checksum})
+        num_bytes = len(start) + len(body)
+        if self.num_bytes + num_bytes > self._max_bytes:
             return None
-        segment, file = self._opened(len(start) + len(body))
-        offset = self._sizes[segment]
+        segment, file = self._opened(num_bytes)
+        offset = self._sizes[segment] + len(start)
         try:
             file.write(start)
             file.write(body)
@@ -104,9 +124,9 @@ class Segments:
         except OSError:
             self._file = None
             raise
-        self.pin(segment)
-        self._count(segment, len(start) + len(body))
-        return Place(segment, offset + len(start), len(body), checksum)
+        self.pin(segment, count=len(heads))
+        self._count(segment, num_bytes)
+        return _places(Block(segment, offset, len(body), checksum), list(map(len, members)))
 
     def _opened(self, num_bytes: int) -> tuple[int, IO[bytes]]:
         """The segment that takes the next bytes."""
@@ -144,15 +164,22 @@ class Segments:
     # Reading
 
     def read(self, place: Place) -> list[Episode]:
+        """The episodes of an entry; raises `JournalError` if its block is damaged."""
+        last = self._last_read
+        if last is None or last[0] != place.block:
+            last = self._last_read = place.block, self._read_block(place.block)
+        return last[1][place.start : place.stop]
+
+    def _read_block(self, block: Block) -> list[Episode]:
         try:
-            with self._path(place.segment).open("rb") as file:
-                file.seek(place.offset)
-                body = file.read(place.size)
-            if zlib.crc32(body) != place.checksum:
+            with self._path(block.segment).open("rb") as file:
+                file.seek(block.offset)
+                body = file.read(block.size)
+            if zlib.crc32(body) != block.checksum:
                 raise WireError("its checksum differs")
             return unpack_episodes(decode(body))
         except (OSError, WireError) as error:
-            raise JournalError(f"{self._path(place.segment)} has a damaged entry at byte {place.offset}: {error}") from error
+            raise JournalError(f"{self._path(block.segment)} has a damaged entry at byte {block.offset}: {error}") from error
 
     def scan(self) -> Scan:
         """Find the entries of an earlier process; what is appended from now on goes to a new segment."""
@@ -175,23 +202,25 @@ class Segments:
             size, good = os.fstat(file.fileno()).st_size, 0
             try:
                 for start in read_frames(file):
-                    head, length, checksum = _checked(start)
-                    place = Place(segment, file.tell(), length, checksum)
+                    heads, counts, length, checksum = _checked(start)
+                    block = Block(segment, file.tell(), length, checksum)
                     body = file.read(length)
                     if len(body) < length or zlib.crc32(body) != checksum:
                         break
-                    found[head.number], good = (head, place), file.tell()
+                    places = _places(block, counts)
+                    found |= {head.number: (head, place) for head, place in zip(heads, places, strict=True)}
+                    good = file.tell()
             except WireError:
                 pass
         return found, size - good
 
     # Deleting
 
-    def pin(self, segment: int) -> bool:
-        """An entry of it is needed whatever checkpoints say; False if it is gone already."""
+    def pin(self, segment: int, *, count: int = 1) -> bool:
+        """So many of its entries are needed whatever checkpoints say; False if it is gone already."""
         with self._lock:
             if segment in self._sizes:
-                self._pins[segment] += 1
+                self._pins[segment] += count
             return segment in self._sizes
 
     def unpin(self, segment: int) -> None:
@@ -207,15 +236,28 @@ class Segments:
             self._path(segment).unlink(missing_ok=True)
 
 
-def _checked(start: Any) -> tuple[Head, int, int]:  # noqa: ANN401  (whatever the file holds)
-    names = {*Head._fields, "size", "checksum"}
-    if not isinstance(start, dict) or start.keys() != names or not isinstance(start["versions"], dict):
-        raise WireError("not the head of an entry")
-    numbers = [start[name] for name in ("number", "task", "size", "checksum")]
-    numbers += [each for versions in start["versions"].values() for each in (versions if _are_three(versions) else [None])]
+def _places(block: Block, counts: Sequence[int]) -> list[Place]:
+    """Of entries with so many episodes, one after the other."""
+    stops = list(itertools.accumulate(counts))
+    return [Place(block, stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+
+
+def _checked(start: Any) -> tuple[list[Head], list[int], int, int]:  # noqa: ANN401  (whatever the file holds)
+    """Heads and numbers of episodes of the entries, length and checksum of the body."""
+    if not isinstance(start, dict) or start.keys() != {"entries", "size", "checksum"} or not isinstance(start["entries"], list):
+        raise WireError("not the head of a block")
+    numbers, heads, counts = [start["size"], start["checksum"]], [], []
+    for entry in start["entries"]:
+        if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[2], dict):
+            raise WireError("not the head of an entry")
+        number, task, versions, count = entry
+        numbers += [number, task, count]
+        numbers += [each for of_lineage in versions.values() for each in (of_lineage if _are_three(of_lineage) else [None])]
+        heads.append(Head(number, task, versions))
+        counts.append(count)
     if not all(type(each) is int and each >= 0 for each in numbers):
-        raise WireError("not the head of an entry")
-    return Head(start["number"], start["task"], start["versions"]), start["size"], start["checksum"]
+        raise WireError("not the head of a block")
+    return heads, counts, start["size"], start["checksum"]
 
 
 def _are_three(versions: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.buffer import buffer_policy, check_buffer, needs_gate
-from headrace.engine import check_engine_kind
+from headrace.engine import check_engine_kind, engine_kind
 from headrace.partial import check_unfinished, pauses_unfinished
 from headrace.settings import ConfigError
 from headrace.staleness import check_correction, check_staleness, max_untrained_groups
@@ -72,6 +72,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         chosen, setting = transport_class(transport), f"sync.transport = '{transport}'"
         if chosen.crosses_processes == recipe.is_inline:
             yield f"{setting}: does not go with orchestrate = '{recipe.orchestrate}'; leave it auto"
+        if recipe.cluster.listen and not chosen.crosses_hosts:
+            yield f"{setting}: does not reach the hosts that may join (cluster.listen); leave it auto"
         if chosen.needs_gpu and recipe.device == "cpu":
             yield f"{setting}: device = 'cpu' has no GPU memory to share; leave it auto"
     if recipe.lora.is_on and recipe.train.reference_every:
@@ -85,5 +87,9 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"filter.max_tied = {recipe.filter.max_tied:g}: an episode alone is never tied; set buffer.unit = 'group'"
     if recipe.sampler.is_learnable and recipe.train.group_size < 2:
         yield "sampler.kind = 'learnable': a task is judged by how siblings differ; set train.group_size to 2 or more"
+    if recipe.cluster.listen and recipe.is_inline:
+        yield f"cluster.listen = {recipe.cluster.listen!r}: orchestrate = 'inline' has one engine; set it to 'local'"
+    if recipe.cluster.listen and engine_kind(engine).has_server:
+        yield f"cluster.listen = {recipe.cluster.listen!r}: engines that join are native; engine.kind = '{engine.kind}' is not"
     if engine.count > 1 and recipe.is_inline:
         yield f"engine.count = {engine.count}: orchestrate = 'inline' has one engine; set it to 'local'"

@@ -15,6 +15,7 @@ from headrace.config.peer_names import peer_answer
 from headrace.config.presets import PRESETS, preset_settings
 from headrace.engine import EngineSettings, SamplingSettings
 from headrace.envs import EnvironmentSettings, EpisodeSettings
+from headrace.launch import ClusterSettings
 from headrace.lora import LoraSettings
 from headrace.model import ModelSettings
 from headrace.observe import ObserveSettings
@@ -90,6 +91,7 @@ class Recipe:
     episode: EpisodeSettings = field(default_factory=EpisodeSettings)
     filter: FilterSettings = field(default_factory=FilterSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings, metadata=OPERATIONAL)
     buffer: BufferSettings = field(default_factory=BufferSettings)
     staleness: StalenessSettings = field(default_factory=StalenessSettings)
     partial: PartialSettings = field(default_factory=PartialSettings)

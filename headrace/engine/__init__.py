@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from headrace.engine.server.app import CompletionServer
     from headrace.engine.server.body import ApiError, Body, bad, check, check_token_ids, shown, unsupported
     from headrace.engine.server.chat import Chat
-    from headrace.engine.server.http import MAX_BODY, Events, bearer, error_response, explain, read_body
+    from headrace.engine.server.http import Events, LoopServer, bearer, error_response, explain, read_body
     from headrace.engine.server.requests import NEUTRAL, read_stops
     from headrace.engine.server.text import ServedModel, TextReader, could_begin, first_stop
     from headrace.engine.server.tool_calls import MISTRAL, ToolCallReader, call_form, has_special_markers, read_calls

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
 _BACKLOG_SECONDS = 0.05  # after which an engine that had much to read is looked at again
+_DRAIN_SECONDS = 0.1  # after which one that leaves is looked at again
 
 
 class EnginePool:
@@ -39,6 +41,12 @@ class EnginePool:
 
     def __init__(self) -> None:
         self.engines: list[RemoteEngine] = []
+        self._by_name: dict[str, RemoteEngine] = {}
+        self._with_room: dict[RemoteEngine, None] = {}
+        """Engines that have pulled calls they were not sent. Like the next, so that nothing is done for each engine whenever a
+        few of very many have news."""
+        self._awaited: dict[RemoteEngine, None] = {}
+        """Engines that calls are bound to."""
         self.delivery = WeightDelivery(on_lost=self.lose, on_caught_up=self._on_available)
         self._interrupted: WaitingQueue = OrderedDict()  # requests that were interrupted: they go before new ones
         self._new: WaitingQueue = OrderedDict()
@@ -66,13 +74,19 @@ class EnginePool:
             else:
                 break
         self.engines.append(engine)
+        self._by_name[engine.name] = engine
+        if engine.credit > 0:
+            self._with_room[engine] = None
         self._on_available()
 
     def lose(self, engine: RemoteEngine) -> None:
         """An engine is lost. Calls with known tokens end, for the caller to resume; the others wait again."""
         engine.is_lost = True
-        if engine in self.engines:
+        if self._by_name.get(engine.name) is engine:
             self.engines.remove(engine)
+            del self._by_name[engine.name]
+        self._with_room.pop(engine, None)
+        self._awaited.pop(engine, None)
         requests = [*engine.bound, *engine.requests.values()]
         engine.bound.clear()
         engine.requests.clear()
@@ -83,6 +97,15 @@ class EnginePool:
                 request.engine = None
                 self._interrupted[request] = None
         self.send_soon()
+
+    async def drain(self, engine: RemoteEngine, *, seconds: float) -> None:
+        """Remove an engine once its calls have ended, or after so many seconds: then they continue on the others."""
+        engine.is_leaving = True
+        self.send_soon()
+        until = time.monotonic() + seconds
+        while engine.requests and not engine.is_lost and time.monotonic() < until:  # noqa: ASYNC110  (calls end in many ways)
+            await asyncio.sleep(_DRAIN_SECONDS)
+        self.lose(engine)
 
     def _on_available(self) -> None:
         """Called when an engine has joined or caught up."""
@@ -108,15 +131,24 @@ class EnginePool:
                 request.oldest = oldest
             home = self._home(request.rollout)
             queue = self._interrupted if request.rollout.finish_reason is FinishReason.ABORT else self._new
-            (queue if home is None else home.bound)[request] = None
+            if home is not None:
+                self._awaited[home] = None
+                queue = home.bound
+            queue[request] = None
+        self.send_soon()
+
+    def on_pull(self, engine: RemoteEngine) -> None:
+        """It has room for more."""
+        if self._by_name.get(engine.name) is engine:  # otherwise it has yet to join
+            self._with_room[engine] = None
         self.send_soon()
 
     def _home(self, rollout: Rollout) -> RemoteEngine | None:
         """The engine that generated it last, if it takes calls."""
         if not rollout.calls:
             return None
-        name = rollout.calls[-1].engine
-        return next((engine for engine in self.engines if engine.name == name and not engine.is_behind), None)
+        engine = self._by_name.get(rollout.calls[-1].engine)
+        return engine if engine is not None and engine.is_taking else None
 
     def cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -128,7 +160,7 @@ class EnginePool:
                 queue.pop(request, None)
 
     def _queues(self) -> list[WaitingQueue]:
-        return [self._interrupted, self._new, *(engine.bound for engine in self.engines)]
+        return [self._interrupted, self._new, *(engine.bound for engine in self._awaited)]
 
     @property
     def num_waiting(self) -> int:
@@ -145,27 +177,34 @@ class EnginePool:
         if self._later is not None:
             self._later.cancel()
             self._later = None
-        for engine in self.engines:
-            if engine.is_behind:
+        for engine in list(self._awaited):
+            if not engine.is_taking:
                 self._interrupted |= engine.bound
                 engine.bound.clear()
-        takers = [engine for engine in self.engines if engine.takes_work]
+            if not engine.bound:
+                del self._awaited[engine]
+        num_waiting = self.num_waiting
+        takers = [engine for engine in self._with_room if engine.takes_work] if num_waiting else []
         for place, engine in enumerate(takers):
-            share = -(-self.num_waiting // (len(takers) - place))
+            share = -(-num_waiting // (len(takers) - place))
             requests = _take(engine.bound, most=engine.credit)
             for queue in (self._interrupted, self._new):
                 requests += _take(queue, most=min(share, engine.credit) - len(requests))
             if requests:
+                num_waiting -= len(requests)
                 self._send(engine, requests)
         for engine in takers:
             self._relieve_others(engine)
-        if self.num_waiting and any(engine.has_backlog for engine in self.engines):
+        for engine in takers:
+            if engine.credit <= 0:
+                self._with_room.pop(engine, None)
+        if self.num_waiting and any(engine.has_backlog for engine in self._with_room):
             self._later = asyncio.get_running_loop().call_later(_BACKLOG_SECONDS, self.send_soon)
 
     def _relieve_others(self, engine: RemoteEngine) -> None:
         """Fill its free slots with calls that wait for an engine without room. Their KV cache is computed again, which takes
         less time than the calls before them."""
-        for other in list(self.engines):
+        for other in list(self._awaited):
             if other.bound and not other.takes_work and engine.takes_work and engine.num_free_slots > 0:
                 self._send(engine, _take(other.bound, most=engine.num_free_slots))
 
@@ -253,8 +292,8 @@ class EnginePool:
         return list(await asyncio.gather(*(call(engine) for engine in list(self.engines))))
 
     async def _least_busy(self) -> RemoteEngine:
-        """The least busy engine that is not behind. Waits for one to join or to catch up."""
-        while not (current := [engine for engine in self.engines if not engine.is_behind]):
+        """The least busy engine that takes calls. Waits for one to join or to catch up."""
+        while not (current := [engine for engine in self.engines if engine.is_taking]):
             self._available.clear()
             await self._available.wait()
         return min(current, key=lambda engine: len(engine.requests))

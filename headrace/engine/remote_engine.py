@@ -105,7 +105,9 @@ class RemoteEngine:
         control: Peer,
         on_report: Callable[[str, dict[str, Any]], None],
         log: str = "",
+        clock_ahead: float = 0.0,
     ) -> None:
+        """`clock_ahead`: seconds by which its host's clock is ahead of the launcher's."""
         self.name, self.control, self._log = name, control, log
         self.data: Peer | None = None
         self.credit = 0  # calls it may still be sent: it pulls as many as it has room for
@@ -114,10 +116,11 @@ class RemoteEngine:
         self.update: WeightUpdate | None = None  # the weights it holds
         self.is_behind = False  # others hold newer weights: it finishes its calls, and gets no new ones until it catches up
         self.is_lost = False
+        self.is_leaving = False  # it finishes its calls, and gets no others
         self._pool, self._on_report = pool, on_report
         self._cancelled: list[int] = []
         self._released: list[str] = []
-        self._joined_at = time.time()
+        self._joined_at = time.time() + clock_ahead  # as its own clock says, as `Call.started`
 
     def notices(self) -> dict[str, Callable[[Any], None]]:
         """Handlers of the data stream's messages."""
@@ -132,7 +135,12 @@ class RemoteEngine:
 
     @property
     def takes_work(self) -> bool:
-        return self.credit > 0 and not (self.is_behind or self.is_lost or self.data is None or self.has_backlog)
+        return self.credit > 0 and self.is_taking and not (self.is_lost or self.data is None or self.has_backlog)
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether it gets calls at all."""
+        return not (self.is_behind or self.is_leaving)
 
     @property
     def num_free_slots(self) -> int:
@@ -204,6 +212,7 @@ class RemoteEngine:
                     self._send_portion(data, [request], [part], [start])
                 elif self.requests.pop(request.key, None) is not None:
                     self.credit += 1
+                    self._pool.on_pull(self)
                     assert request.on_failed is not None
                     request.on_failed(error)
 
@@ -235,7 +244,7 @@ class RemoteEngine:
 
     def _take_pull(self, count: int) -> None:
         self.credit += int(count)
-        self._pool.send_soon()
+        self._pool.on_pull(self)
 
     def _take_done(self, value: Any) -> None:  # noqa: ANN401
         rollouts = unpack_rollouts(value["rollouts"])
@@ -286,7 +295,7 @@ class RemoteEngine:
         requests = [self.requests[key] for key in keys if key in self.requests]
         if len(requests) < len(keys):  # cancelled meanwhile: the engine has never heard of them
             self.credit += len(keys) - len(requests)
-            self._pool.send_soon()
+            self._pool.on_pull(self)
         try:
             self._send_since(self.data, requests, [0] * len(requests))
         except StreamClosed:

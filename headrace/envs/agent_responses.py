@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine import Body, Chat, bad, check, unsupported
-from headrace.envs.agent_rollouts import AgentCall, check_last
+from headrace.envs.agent_rollouts import AgentCall, Reply, check_last
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from headrace.envs.agent_rollouts import Reply
+    from headrace.engine import ApiError
 
     Objects = list[dict[str, Any]]
 
@@ -79,31 +80,118 @@ class Responses:
         }
         return Asked(AgentCall(chat, model, max_tokens, stream=stream), messages, echoed)
 
-    def answer(self, asked: Asked, reply: Reply) -> dict[str, Any]:
-        """OpenAI's object."""
-        id, status = f"resp_{uuid.uuid4().hex}", "incomplete" if reply.is_truncated else "completed"
-        self._conversations[id] = [*asked.messages, {**reply.message, "tool_calls": reply.calls}]
+    def answer(self, asked: Asked, reply: Reply, *, name: str = "") -> dict[str, Any]:
+        """OpenAI's object. `name`: what its ids are made of."""
+        name, status = name or uuid.uuid4().hex, "incomplete" if reply.is_truncated else "completed"
+        self._conversations[f"resp_{name}"] = [*asked.messages, {**reply.message, "tool_calls": reply.calls}]
         details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
         counts = {"input_tokens": reply.num_prompt, "output_tokens": reply.num_sampled}
         return {
-            "id": id,
-            "object": "response",
-            "created_at": int(time.time()),
+            **begun(asked, name),
             "status": status,
-            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if reply.is_truncated else None,
-            "output": _items(reply, status=status),
+            "output": _items(reply, name, status=status),
             "usage": {**counts, **details, "total_tokens": reply.num_prompt + reply.num_sampled},
-            "metadata": {},
-            "text": {"format": {"type": "text"}},
-            "truncation": "disabled",
-            **asked.echoed,
         }
 
-    def events(self, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The same as a stream."""
-        for number, event in enumerate(_events(answer)):
-            yield {**event, "sequence_number": number}
+
+def begun(asked: Asked, name: str) -> dict[str, Any]:
+    """The object before anything is generated."""
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+        "metadata": {},
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        **asked.echoed,
+    }
+
+
+class ResponseEvents:
+    """The stream of one answer: text as it is generated, then the tool calls."""
+
+    last = b""
+
+    def __init__(self, responses: Responses, asked: Asked) -> None:
+        self._responses, self._asked, self._name = responses, asked, uuid.uuid4().hex
+        self._numbers = itertools.count()
+        self._item: dict[str, Any] | None = None  # of the output, not yet complete
+        self._text, self._num_items = "", 0
+        self._has_begun = False
+
+    def of(self, piece: dict[str, str] | Reply) -> Iterator[dict[str, Any]]:
+        if not self._has_begun:
+            for kind in ("created", "in_progress"):
+                yield self._event(kind, response=begun(self._asked, self._name))
+        self._has_begun = True
+        if not isinstance(piece, Reply):
+            for name, text in piece.items():
+                yield from self._more(text, _message if name == "content" else _reasoning)
+            return
+        answer = self._responses.answer(self._asked, piece, name=self._name)
+        for item in answer["output"][self._num_items :]:
+            if self._item is None:
+                yield from self._open(item)
+                if item["type"] == "function_call":
+                    arguments = item["arguments"]
+                    yield self._event("function_call_arguments.delta", **self._place(), delta=arguments)
+                    given = {"name": item["name"], "arguments": arguments}
+                    yield self._event("function_call_arguments.done", **self._place(), **given)
+            yield from self._close(item)
+        yield self._event(answer["status"], response=answer)
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        told = error.body()
+        fields = {name: told["error"].get(name) for name in ("message", "code", "param")}
+        return {"type": "error", **fields, **told, "sequence_number": next(self._numbers)}
+
+    def _more(self, text: str, make: Callable[[str, str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        item = make(self._name, "")
+        if self._item is not None and self._item["type"] != item["type"]:  # it has thought, and answers
+            yield from self._close(_reasoning(self._name, self._text))
+        if self._item is None:
+            yield from self._open(item)
+        self._text += text
+        yield self._event(f"{_DELTAS[item['type']]}.delta", **self._place(), content_index=0, delta=text, **_logprobs(item))
+
+    def _open(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self._item, self._text = item, ""
+        blank: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        status = {"status": "in_progress"} if "status" in item else {}
+        yield self._event("output_item.added", output_index=self._num_items, item={**item, **blank, **status})
+        if item["type"] == "message":
+            part = {**item["content"][0], "text": ""}
+            yield self._event("content_part.added", **self._place(), content_index=0, part=part)
+
+    def _close(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if item["type"] in _DELTAS:
+            (part,), at = item["content"], {**self._place(), "content_index": 0}
+            yield self._event(f"{_DELTAS[item['type']]}.done", **at, text=part["text"], **_logprobs(item))
+            if item["type"] == "message":
+                yield self._event("content_part.done", **at, part=part)
+        yield self._event("output_item.done", output_index=self._num_items, item=item)
+        self._item, self._text = None, ""
+        self._num_items += 1
+
+    def _place(self) -> dict[str, Any]:
+        assert self._item is not None
+        return {"output_index": self._num_items, "item_id": self._item["id"]}
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
+        return {"type": f"response.{kind}", **fields, "sequence_number": next(self._numbers)}
+
+
+_DELTAS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+def _logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    return {"logprobs": []} if item["type"] == "message" else {}
 
 
 def _messages(given: Any) -> Objects:  # noqa: ANN401
@@ -150,39 +238,23 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:  # noqa: ANN401
     return {"type": "function", "function": {key: tool[key] for key in known if key in tool}}
 
 
-def _items(reply: Reply, *, status: str) -> Objects:
+def _items(reply: Reply, name: str, *, status: str) -> Objects:
     items: Objects = []
     if thinking := reply.message.get("reasoning_content"):
-        content = [{"type": "reasoning_text", "text": thinking}]
-        items.append({"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": content})
+        items.append(_reasoning(name, thinking))
     if reply.message["content"] or not reply.calls:
-        content = [{"type": "output_text", "text": reply.message["content"], "annotations": []}]
-        names = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
-        items.append({**names, "status": status, "content": content})
-    for call in reply.calls:
-        names = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"], "status": status}
+        items.append(_message(name, reply.message["content"], status=status))
+    for number, call in enumerate(reply.calls):
+        names = {"type": "function_call", "id": f"fc_{name}{number}", "call_id": call["id"], "status": status}
         items.append({**names, **call["function"]})
     return items
 
 
-def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    begun = {**answer, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield {"type": "response.created", "response": begun}
-    yield {"type": "response.in_progress", "response": begun}
-    for index, item in enumerate(answer["output"]):
-        place = {"output_index": index, "item_id": item["id"]}
-        empty = {key: value for key, value in item.items() if key not in ("content", "arguments")}
-        blank: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        yield {"type": "response.output_item.added", "output_index": index, "item": {**empty, **blank}}
-        if item["type"] == "message":
-            part, at = item["content"][0], {**place, "content_index": 0}
-            yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
-            yield {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
-            yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}
-            yield {"type": "response.content_part.done", **at, "part": part}
-        elif item["type"] == "function_call":
-            arguments = item["arguments"]
-            yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
-            yield {"type": "response.function_call_arguments.done", **place, "name": item["name"], "arguments": arguments}
-        yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    yield {"type": f"response.{answer['status']}", "response": answer}
+def _reasoning(name: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content}
+
+
+def _message(name: str, text: str, *, status: str = "in_progress") -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status, "content": content}

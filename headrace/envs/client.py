@@ -198,7 +198,7 @@ class CallLimit:
 
     async def acquire(self, *, is_first: bool) -> None:
         """Waits for a place. Woken by `release`, which hands it over."""
-        if self.num_free:
+        if self.num_free > 0:
             self.num_free -= 1
             return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -210,8 +210,15 @@ class CallLimit:
                 self.release()  # `release` handed it over just before
             raise
 
+    def resize(self, limit: int) -> None:
+        """Engines have come or gone. Calls past a lower limit go on; the places they leave are not filled."""
+        change, self._limit = limit - self._limit, limit
+        self.num_free += min(change, 0)
+        for _ in range(change):
+            self.release()
+
     def release(self) -> None:
-        for waiting in (self._later, self._first):
+        for waiting in () if self.num_free < 0 else (self._later, self._first):
             while waiting:
                 place = waiting.popleft()
                 if not place.done():

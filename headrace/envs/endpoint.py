@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from headrace.engine import (
-    MAX_BODY,
     NEUTRAL,
     ApiError,
     Body,
     Chat,
     Events,
+    LoopServer,
     bad,
     bearer,
     bind,
@@ -31,7 +30,7 @@ from headrace.engine import (
     unsupported,
     url_of,
 )
-from headrace.envs.agent_responses import Responses
+from headrace.envs.agent_responses import ResponseEvents, Responses
 from headrace.envs.agent_rollouts import AgentCall, Reply, check_last
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_SHUTDOWN_SECONDS = 1.0
 _MOST = 2**31
 SAMPLED_BY_THE_RUN = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), (...,))
 """Parameters that are taken and not used: the run's `[sampling]` decides what is explored."""
@@ -58,19 +56,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Endpoint:
-    """Listens from when it is made until its event loop ends."""
+class Endpoint(LoopServer):
+    """All episodes of an event loop share one."""
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, tuple[Session, Responses]] = {}
-        self._listener = bind("127.0.0.1", 0, has_token=True)
-        self.base_url = f"{url_of(self._listener)}/v1"
-        self._serving = asyncio.get_running_loop().create_task(self._serve())  # cancelled with all others at the end of a run
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it serves this event loop."""
-        return not self._serving.done() and self._serving.get_loop() is asyncio.get_running_loop()
+        listener = bind("127.0.0.1", 0, has_token=True)
+        self.base_url = f"{url_of(listener)}/v1"
+        routes = [
+            web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/responses", self._responses),
+            web.post("/v1/reward", self._reward),
+            web.get("/v1/models", self._models),
+        ]
+        super().__init__(listener, routes, name="the endpoint of agents", around=self._around)
 
     @contextlib.contextmanager
     def admits(self, session: Session) -> Iterator[None]:
@@ -82,28 +81,6 @@ class Endpoint:
         finally:
             del self._sessions[name]
             session.close()
-
-    async def _serve(self) -> None:
-        app = web.Application(middlewares=[self._around], client_max_size=MAX_BODY)
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/responses", self._responses),
-                web.post("/v1/reward", self._reward),
-                web.get("/v1/models", self._models),
-            ]
-        )
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
-        try:
-            await runner.setup()
-            await web.SockSite(runner, self._listener).start()
-            await asyncio.Event().wait()
-        except Exception:
-            logging.getLogger("headrace").exception("the endpoint of agents has failed")
-            raise
-        finally:
-            await runner.cleanup()
-            self._listener.close()
 
     @web.middleware
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -126,57 +103,18 @@ class Endpoint:
         call = read_call(await read_body(request))
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": call.model}
         if call.stream:
-            return await self._stream_chat(request, session, call, {**head, "object": "chat.completion.chunk"})
+            return await _stream(request, session, call, _Chunks(call, {**head, "object": "chat.completion.chunk"}))
         reply = await session.call(call)
         message = {"role": "assistant", **_delta(reply), **({"tool_calls": reply.calls} if reply.calls else {})}
         choice = {"index": 0, "message": message, "finish_reason": _reason(reply), "logprobs": None}
         return web.json_response({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(reply)})
 
-    async def _stream_chat(
-        self, request: web.Request, session: Session, call: AgentCall, head: dict[str, Any]
-    ) -> web.StreamResponse:
-        """Content as it is generated, then the tool calls. The stream starts with the first text, so that a call which fails
-        before that has a status."""
-        events, choice = Events(), {"index": 0, "finish_reason": None, "logprobs": None}
-        deltas: list[dict[str, Any]] = [{"role": "assistant"}]
-        try:
-            async with contextlib.aclosing(_pieces(session, call)) as pieces:
-                async for piece in pieces:
-                    if isinstance(piece, Reply):
-                        reply = piece
-                        deltas += ({"tool_calls": [{"index": index, **each}]} for index, each in enumerate(reply.calls))
-                    else:
-                        deltas.append(piece)
-                    if not events.prepared:
-                        await events.prepare(request)
-                    for delta in deltas:
-                        await events.send({**head, "choices": [{**choice, "delta": delta}]})
-                    deltas.clear()
-            await events.send({**head, "choices": [{**choice, "delta": {}, "finish_reason": _reason(reply)}]})
-            if call.include_usage:
-                await events.send({**head, "choices": [], "usage": _usage(reply)})
-        except ConnectionError:
-            raise
-        except Exception as error:
-            if not events.prepared:
-                raise
-            await events.send(explain(error).body())  # it is too late for a status
-        await events.write(b"data: [DONE]\n\n")
-        await events.write_eof()
-        return events
-
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         session, responses = self._open(request)
         asked = responses.read(await read_body(request), neutral=SAMPLED_BY_THE_RUN)
-        answer = responses.answer(asked, await session.call(asked.call))
-        if not asked.call.stream:
-            return web.json_response(answer)
-        events = Events()
-        await events.prepare(request)
-        for event in responses.events(answer):
-            await events.send(event, name=event["type"])
-        await events.write_eof()
-        return events
+        if asked.call.stream:
+            return await _stream(request, session, asked.call, ResponseEvents(responses, asked))
+        return web.json_response(responses.answer(asked, await session.call(asked.call)))
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session, _ = self._open(request)
@@ -190,6 +128,58 @@ class Endpoint:
         """Any name will do, since there is one model; lists must not be empty."""
         self._open(request)
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "headrace"}]})
+
+
+class _Chunks:
+    """The stream of a chat: content as it is generated, then the tool calls."""
+
+    last = b"data: [DONE]\n\n"
+
+    def __init__(self, call: AgentCall, head: dict[str, Any]) -> None:
+        self._call, self._head, self._has_begun = call, head, False
+
+    def of(self, piece: dict[str, str] | Reply) -> Iterator[dict[str, Any]]:
+        if not self._has_begun:
+            yield self._chunk({"role": "assistant"})
+        self._has_begun = True
+        if not isinstance(piece, Reply):
+            yield self._chunk(piece)
+            return
+        for index, each in enumerate(piece.calls):
+            yield self._chunk({"tool_calls": [{"index": index, **each}]})
+        yield self._chunk({}, _reason(piece))
+        if self._call.include_usage:
+            yield {**self._head, "choices": [], "usage": _usage(piece)}
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        return error.body()
+
+    def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
+
+
+async def _stream(
+    request: web.Request, session: Session, call: AgentCall, told: _Chunks | ResponseEvents
+) -> web.StreamResponse:
+    """Starts with the first text, so that a call which fails before that has a status."""
+    events = Events()
+    try:
+        async with contextlib.aclosing(_pieces(session, call)) as pieces:
+            async for piece in pieces:
+                if not events.prepared:
+                    await events.prepare(request)
+                for event in told.of(piece):
+                    await events.send(event, name=event.get("type", ""))
+    except ConnectionError:
+        raise
+    except Exception as error:
+        if not events.prepared:
+            raise
+        event = told.failed(explain(error))  # it is too late for a status
+        await events.send(event, name=event.get("type", ""))
+    await events.write(told.last)
+    await events.write_eof()
+    return events
 
 
 async def _pieces(session: Session, call: AgentCall) -> AsyncGenerator[dict[str, str] | Reply, None]:

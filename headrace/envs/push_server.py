@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from aiohttp import web
 
-from headrace.engine import ApiError, Body, bad, bearer, check_token_ids, error_response, read_body, read_stops
+from headrace.engine import ApiError, Body, LoopServer, bad, bearer, check_token_ids, error_response, read_body, read_stops
 from headrace.envs.client import EngineClient
 from headrace.envs.sampled_sequences import SampledSequences
 from headrace.envs.scored_groups import read_groups
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = logging.getLogger("headrace")
-_SHUTDOWN_SECONDS = 1.0
 _MOST = 2**31 - 1
 _MOST_SAMPLES = 1024
 _REMEMBERED_GROUPS = 4096
+_MOST_ENVIRONMENTS = 1024  # of a sender
+_LONGEST_NAME = 256
 _SAMPLED_BY_THE_RUN = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), (...,))
 
 
@@ -70,50 +71,29 @@ class _Registered:
     is_connected: bool = True
 
 
-class PushServer:
-    """Listens from when it is made until its event loop ends."""
-
+class PushServer(LoopServer):
     def __init__(self, run: PushedEnvironment, listener: socket.socket, *, max_bytes: int) -> None:
-        self._run, self._listener, self._max_bytes = run, listener, max_bytes
+        self._run = run
         self._senders = {sender.digest: sender for sender in run.senders}
-        self._environments: list[_Registered] = []
+        self._environments: dict[int, _Registered] = {}
+        self._ids = itertools.count()
         self._names = (f"pushed-{secrets.token_hex(4)}.{number}" for number in itertools.count())
         self._version = 0
-        self._serving = asyncio.get_running_loop().create_task(self._serve())  # cancelled with all others at the end of a run
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it serves this event loop."""
-        return not self._serving.done() and self._serving.get_loop() is asyncio.get_running_loop()
-
-    async def _serve(self) -> None:
-        app = web.Application(middlewares=[self._around], client_max_size=self._max_bytes)
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.post("/generate", self._generate),
-                web.post("/register-env", self._register),
-                web.post("/disconnect-env", self._disconnect),
-                web.get("/info", self._info),
-                web.get("/wandb_info", self._wandb_info),
-                web.get("/status", self._status),
-                web.get("/status-env", self._status_env),
-                web.post("/scored_data", self._scored_data),
-                web.post("/scored_data_list", self._scored_data),
-            ]
-        )
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
-        try:
-            await runner.setup()
-            await web.SockSite(runner, self._listener).start()
-            log.info("environments push to %s", self._run.url)
-            await asyncio.Event().wait()
-        except Exception:
-            log.exception("the service for environments that push has failed")
-            raise
-        finally:
-            await runner.cleanup()
-            self._listener.close()
+        routes = [
+            web.get("/health", self._health),
+            web.post("/generate", self._generate),
+            web.post("/register-env", self._register),
+            web.post("/disconnect-env", self._disconnect),
+            web.get("/info", self._info),
+            web.get("/wandb_info", self._wandb_info),
+            web.get("/status", self._status),
+            web.get("/status-env", self._status_env),
+            web.post("/scored_data", self._scored_data),
+            web.post("/scored_data_list", self._scored_data),
+        ]
+        name = "the service for environments that push"
+        super().__init__(listener, routes, name=name, around=self._around, max_body=max_bytes)
+        log.info("environments push to %s", run.url)
 
     @web.middleware
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -246,8 +226,14 @@ class PushServer:
         if size != self._run.group_size:
             raise bad("group_size", f"is {size}; train.group_size is {self._run.group_size}", code="group_size")
         body.end({"max_token_length": (...,), "min_batch_allocation": ()})
-        id, same = len(self._environments), sum(each.name == name for each in self._environments)
-        self._environments.append(_Registered(self._sender(request), name, weight))
+        if len(name) > _LONGEST_NAME:
+            raise bad("desired_name", f"has {len(name)} characters; the most is {_LONGEST_NAME}")
+        sender, id = self._sender(request), next(self._ids)
+        theirs = [old for old, each in self._environments.items() if each.sender is sender]
+        if len(theirs) >= _MOST_ENVIRONMENTS:  # the first that has left, else the oldest: one that restarts often leaves many
+            del self._environments[next((old for old in theirs if not self._environments[old].is_connected), theirs[0])]
+        same = sum(each.name == name for each in self._environments.values())
+        self._environments[id] = _Registered(sender, name, weight)
         names = {"env_id": id, "wandb_name": f"{name}_{same}", "checkpoint_dir": ""}
         return web.json_response(
             {"status": "success", **names, "starting_step": 0, "checkpoint_interval": 0, "num_steps": _MOST}
@@ -272,7 +258,7 @@ class PushServer:
 
     async def _status_env(self, request: web.Request) -> web.StreamResponse:
         environment = await self._named(request)
-        total = sum(max(0.0, each.weight) for each in self._environments if each.is_connected)
+        total = sum(max(0.0, each.weight) for each in self._environments.values() if each.is_connected)
         more = {"unallocated_fraction": 1.0, "self_queue_size": 0, "max_group_size": self._run.group_size}
         return web.json_response({**self._state(), **more, "env_weight": max(0.01, environment.weight / (total or 1.0))})
 
@@ -289,9 +275,10 @@ class PushServer:
         """One of the sender's own environments. None if no id is given."""
         if id is None:
             return None
-        if not 0 <= id < len(self._environments) or self._environments[id].sender is not sender:
+        found = self._environments.get(id)
+        if found is None or found.sender is not sender:
             raise ApiError(403, f"env_id: {id} is no environment that this token registered", code="env_id")
-        return self._environments[id]
+        return found
 
 
 def _password(request: web.Request) -> str:

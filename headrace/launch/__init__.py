@@ -4,6 +4,7 @@
 process) and `local.py` (engines and trainer in their own processes; lost ones are restarted). `process.py` is the
 launcher's side of a process and `child.py` the process itself; `heartbeat.py` tells it that the launcher is gone.
 `placement.py` decides where each runs, `build.py` makes engines and trainers from a recipe, and `forecast.py` predicts memory.
+`cluster.py` lets engines on other hosts join a `local` run; `hosts.py` is the launcher's side of a host, `joining.py` its own.
 `handle.py` runs it all in a thread, for `headrace.start`.
 `start_model.py` has the model that RL starts from, which `sft.py` may have fine-tuned on the rows that `examples.py` encodes.
 `evaluation.py`, `serving.py` and `merging.py` are the commands that do not train.
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
     from headrace.launch.evaluation import EvaluationResult, evaluate
     from headrace.launch.examples import encode_examples
     from headrace.launch.folder import is_in_use, read_summary
-    from headrace.launch.forecast import Forecast, count_parameters, describe_adapter, forecast_memory, longest_prompt
+    from headrace.launch.forecast import (
+        Forecast,
+        count_parameters,
+        describe_adapter,
+        describe_ranks,
+        forecast_memory,
+        longest_prompt,
+    )
     from headrace.launch.handle import RunHandle, RunKilled
     from headrace.launch.inputs import (
         UserInputs,
@@ -31,12 +39,14 @@ if TYPE_CHECKING:
         reward_functions,
         shared_prompts,
     )
+    from headrace.launch.joining import JoinOptions, join
     from headrace.launch.launcher import Launch, RunResult, launch
     from headrace.launch.local import LocalProcesses
     from headrace.launch.merging import merge
     from headrace.launch.placement import pick_device, receiving_device, set_threads
     from headrace.launch.process import RoleProcess
     from headrace.launch.serving import serve
+    from headrace.launch.settings import ClusterSettings, read_token
     from headrace.launch.start_model import model_folder
 else:
     __getattr__ = front_door(__name__)

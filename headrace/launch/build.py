@@ -41,7 +41,7 @@ from headrace.launch.placement import (
     shares_device,
     trainer_devices,
 )
-from headrace.lora import base_of, read_tensors
+from headrace.lora import base_of, has_bitsandbytes, hold_in_four_bits, read_tensors
 from headrace.model import (
     ModelError,
     ModelShape,
@@ -96,6 +96,13 @@ def preflight(recipe: Recipe, given: UserInputs) -> list[str]:
     return notes
 
 
+def check_quantization(recipe: Recipe) -> None:
+    """Raise unless what `lora.quantize` needs is installed."""
+    if recipe.lora.is_quantized and not has_bitsandbytes():
+        given = f"lora.quantize = {recipe.lora.quantize!r}: it needs bitsandbytes, which is not installed"
+        raise ConfigError(f"{given}; `pip install headrace[qlora]`, or leave it out")
+
+
 def check_settings(recipe: Recipe, given: UserInputs) -> None:
     """Raise unless this machine and the loss have what the settings need."""
     check_ranks(recipe)
@@ -104,6 +111,7 @@ def check_settings(recipe: Recipe, given: UserInputs) -> None:
     check_loss(recipe.train.loss, recipe.train.constants)
     check_columns(recipe, given)
     check_optimizer(recipe, given)
+    check_quantization(recipe)
 
 
 def check_sync(recipe: Recipe) -> None:
@@ -120,7 +128,8 @@ def check_sync(recipe: Recipe) -> None:
                 f"{', '.join(sorted(places))}, and NCCL wants a GPU of its own there; leave it auto"
             )
     try:
-        transport.check(folder=recipe.sync.folder, host=recipe.sync.host, on_gpu=device == "cuda")
+        host = recipe.cluster.reached_at or recipe.sync.host
+        transport.check(folder=recipe.sync.folder, host=host, on_gpu=device == "cuda")
     except SyncError as error:
         raise ConfigError(str(error)) from error
 
@@ -199,8 +208,13 @@ def build_trainer(recipe: Recipe, model_path: str, *, device: str, ranks: Ranks 
         if path
     }
     dtype = recipe.model.dtype if recipe.lora.is_on else "float32"  # what is not trained needs no more digits
+    is_quantized = recipe.lora.is_quantized
+    loads_on = "cpu" if is_quantized else device  # where the weights fit before they are in 4 bits
+    model = load_model(model_path, dtype=dtype, device=loads_on, exact=recipe.exact, lora=recipe.lora, seed=recipe.seed)
+    if is_quantized:
+        hold_in_four_bits(model, recipe.lora, device=device)
     trainer = DeviceTrainer(
-        load_model(model_path, dtype=dtype, device=device, exact=recipe.exact, lora=recipe.lora, seed=recipe.seed),
+        model,
         tokenizer=load_tokenizer(model_path, recipe.model),
         settings=recipe.train,
         exact=recipe.exact,

@@ -13,7 +13,17 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.engine import adapter_places, blocks_for, engine_kind, free_memory
 from headrace.launch.placement import choose_device, choose_transport, place_of
-from headrace.model import ModelError, adapter_shapes, bytes_per_number, parameter_shapes
+from headrace.model import (
+    ModelError,
+    ModelShape,
+    adapter_shapes,
+    bytes_per_number,
+    config_limit,
+    load_config,
+    parameter_shapes,
+    quantized_sizes,
+    tiny,
+)
 from headrace.settings import ConfigError
 from headrace.staleness import max_untrained_groups
 from headrace.sync import transport_class
@@ -26,7 +36,6 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.engine import EngineMemory
     from headrace.envs import PromptEncoder
-    from headrace.model import ModelShape
     from headrace.records import Plain
     from headrace.sync import TransportMemory
 
@@ -63,9 +72,10 @@ class Forecast:
 
     @property
     def fullest_device(self) -> int:
-        """Bytes on the machine, or on the fullest GPU: if there are several, the trainer has the first, engines share the
-        rest."""
-        others = torch.cuda.device_count() - 1 if choose_device(self.recipe) == "cuda" else 0
+        """Bytes on the machine, or on the fullest GPU: if there are several, the trainer's ranks have the first, engines share
+        the rest."""
+        ranks = self.recipe.train.parallel.ranks
+        others = torch.cuda.device_count() - ranks if choose_device(self.recipe) == "cuda" else 0
         if others < 1:
             return self.together
         engines = math.ceil(self.recipe.engine.num_engines / others) * (self.engine.total + self.server)
@@ -75,8 +85,9 @@ class Forecast:
     def together(self) -> int:
         """Trainer and engines on one device: the larger of training (engines may sleep) and generating."""
         settings, beside = self.recipe.engine, self.server - (self.trainer.process if self.recipe.is_inline else 0)
-        training = self.trainer.total + settings.num_engines * (self.engine.asleep(settings.sleep) + beside)
-        generating = self.trainer.resident + settings.num_engines * (self.engine.total + beside)
+        ranks = 1 if choose_device(self.recipe) == "cuda" else self.recipe.train.parallel.ranks  # of one device
+        training = ranks * self.trainer.total + settings.num_engines * (self.engine.asleep(settings.sleep) + beside)
+        generating = ranks * self.trainer.resident + settings.num_engines * (self.engine.total + beside)
         return self.published.exported + max(training, generating)
 
 
@@ -128,11 +139,42 @@ def forecast_memory(
         num_parameters=num_parameters,
         frozen=frozen_sizes(recipe),
         num_references=(bool(recipe.train.kl) and not is_own_reference) + bool(recipe.train.teacher),
-        publishing=published.trainer,
+        publishing=published.trainer // (1 if adapter else recipe.train.parallel.shard),
         adapter=adapter,
         adapter_width=adapter_width,
+        quantized=quantized_sizes(recipe.model, recipe.lora) if recipe.lora.is_quantized else (),
     )
     return Forecast(recipe, trainer, engine, published, server, most_blocks)
+
+
+def describe_ranks(recipe: Recipe) -> str:
+    """The predicted memory of each of a trainer's ranks, from the model's config alone, for the device the recipe names."""
+    is_tiny = recipe.model.path == tiny.NAME
+    try:
+        config = tiny.build_config(recipe.model, tiny.build_tokenizer()) if is_tiny else load_config(recipe.model.path)
+    except ModelError as error:
+        return f"memory     of the trainer's ranks is not predicted: {error}"
+    shape, parallel = ModelShape.of(config), recipe.train.parallel
+    longest = min(config_limit(config, recipe.model.context), recipe.model.context or recipe.train.micro_batch_tokens)
+    adapter = sum(map(math.prod, adapter_shapes(recipe.model, recipe.lora).values())) if recipe.lora.is_on else 0
+    memory = predict_memory(
+        shape,
+        recipe.train,
+        dtype=recipe.model.dtype,
+        tokens=tokens_per_pass(recipe, longest=longest),
+        on_gpu=recipe.device != "cpu",
+        num_parameters=sum(map(math.prod, parameter_shapes(recipe.model).values())),
+        frozen=frozen_sizes(recipe),
+        num_references=(bool(recipe.train.kl) and not (adapter and not recipe.train.reference)) + bool(recipe.train.teacher),
+        adapter=adapter,
+    )
+    whole = memory.gathered + max(memory.head, memory.layer)
+    state = memory.masters + memory.gradients + memory.moments
+    return (
+        f"memory     {memory.total / 1e9:,.1f} GB on each of {parallel.ranks} trainer ranks, predicted: weights "
+        f"{memory.weights / 1e9:,.1f}, optimizer {state / 1e9:,.1f}, references {memory.references / 1e9:,.1f}, activations of "
+        f"{memory.tokens} tokens {memory.activations / 1e9:,.1f}, whole layers and workspace {whole / 1e9:,.1f}"
+    )
 
 
 def describe_adapter(recipe: Recipe) -> str:
@@ -140,6 +182,9 @@ def describe_adapter(recipe: Recipe) -> str:
     shapes = adapter_shapes(recipe.model, recipe.lora)
     count, total = (sum(map(math.prod, each.values())) for each in (shapes, parameter_shapes(recipe.model)))
     layers = f"rank {recipe.lora.rank} on {len(shapes) // 2} linear layers"
+    if recipe.lora.is_quantized:
+        in_four_bits = sum(quantized_sizes(recipe.model, recipe.lora))
+        layers += f"; {in_four_bits / total:.0%} of the model is in {recipe.lora.quantize} while it is trained"
     return f"adapter    {count / 1e6:,.2f} million parameters are trained, {count / total:.2%} of the model's: {layers}"
 
 

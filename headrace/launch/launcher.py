@@ -20,6 +20,7 @@ import torch
 from headrace.envs import PromptEncoder, can_resume
 from headrace.imports import import_name
 from headrace.launch.build import preflight
+from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.folder import find_folder, locked, logged, prepare_folder, rescue_folder, set_aside, write_summary
 from headrace.launch.forecast import NUM_CHECKED_PROMPTS, forecast_memory, longest_prompt
 from headrace.launch.inline import Inline
@@ -143,7 +144,7 @@ class Launcher:
         notes = [*self._choose_folder(inputs), *about_inputs]
         with contextlib.closing(self.callbacks), locked(self.folder), logged(self.folder), sigterm_as_interrupt():
             prepare_folder(self.folder, recipe, recipe_text=how.recipe_text, inputs=inputs)
-            with (LocalProcesses if recipe.steps and not recipe.is_inline else Inline)(recipe, self.folder) as orchestration:
+            with orchestration_of(recipe)(recipe, self.folder) as orchestration:
                 self.screen.say("\n".join([f"run        {self.folder}", *notes]))
                 self.seconds["setup"] = time.perf_counter() - self.started
                 with model_folder(recipe, self.given, say=self.screen.say, stop=how.stop, keep=self._kept_base()) as path:
@@ -379,6 +380,12 @@ class Launcher:
         command = f": {self.how.command}" if self.how.command else ""
         error.add_note(f"the same command resumes from version {version}{command}")
         error.add_note(f"run folder {self.folder}, log {self.folder / 'logs' / 'launcher.log'}")
+
+
+def orchestration_of(recipe: Recipe) -> type[Inline | LocalProcesses]:
+    if recipe.is_inline or not recipe.steps:
+        return Inline
+    return ClusterProcesses if recipe.cluster.listen else LocalProcesses
 
 
 def _sample_texts(session: Session) -> list[tuple[str, str, float | None]]:

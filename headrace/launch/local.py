@@ -59,6 +59,8 @@ class LocalProcesses:
     killed runs on this host; `roles` connects the processes; leaving removes all processes, sockets and shared memory."""
 
     reporting_roles = ("engine", "trainer")
+    _can_wait_for_engines = False
+    """Whether others may come when the last is lost."""
 
     def __init__(self, recipe: Recipe, folder: Path, *, trains: bool = True) -> None:
         """Without a trainer unless it `trains`."""
@@ -84,10 +86,8 @@ class LocalProcesses:
         self._connected: dict[str, RoleProcess] = {}
         self._relays: dict[str, str] = {}
         """Engine name -> the address at which it relays weights, or ""."""
-        self._restarts = [
-            RestartBudget("engine.restarts", recipe.engine.restarts, window=_RESTART_WINDOW)
-            for _ in range(recipe.engine.num_engines)
-        ]
+        self._restarts = {index: self._restart_budget() for index in range(recipe.engine.num_engines)}
+        """By the engine's index."""
         self._given_up: list[str] = []
         """Engines whose restarts are spent."""
         self._engine_peak = 0
@@ -104,6 +104,9 @@ class LocalProcesses:
         """The first of them that was lost: the others follow it."""
         self._timelines: dict[str, MirroredTimeline] = {}
         self._say: Callable[[str], None] = print
+
+    def _restart_budget(self) -> RestartBudget:
+        return RestartBudget("engine.restarts", self._recipe.engine.restarts, window=_RESTART_WINDOW)
 
     def __enter__(self) -> Self:
         for place in self._places:
@@ -155,15 +158,16 @@ class LocalProcesses:
         """Send a process its order; return the streams it will open."""
         name, incarnation = process.name, process.incarnation
         channels = ("control", "data") if process.role == "engine" else ("control",)
-        arriving = {channel: self._listener.expect(name, channel, incarnation=incarnation) for channel in channels}
+        listener, transport = self._ends_for(process)
+        arriving = {channel: listener.expect(name, channel, incarnation=incarnation) for channel in channels}
         order = Order(
             name=name,
             role=process.role,
             index=process.index,
             incarnation=incarnation,
             placement=process.placement,
-            address=self._listener.address,
-            transport=self._transport,
+            address=listener.address,
+            transport=transport,
             silence=SILENT_HEARTBEATS * self._recipe.heartbeat,
             deadline=self._recipe.deadline,
             import_path=[entry or os.getcwd() for entry in sys.path],
@@ -171,6 +175,10 @@ class LocalProcesses:
         process.handle.order(order)
         self._newest[name] = process.handle
         return arriving
+
+    def _ends_for(self, process: RoleProcess) -> tuple[Listener, TransportConfig]:
+        """Where a process connects, and how it gets weights."""
+        return self._listener, self._transport
 
     @contextlib.asynccontextmanager
     async def roles(
@@ -318,7 +326,8 @@ class LocalProcesses:
         deadline = self._recipe.deadline
         try:
             arriving = await self._connect(process)
-            told: dict[str, Any] = await process.control.call("build", timeout=deadline, **self._build)
+            there = {"model": process.placement.model} if process.placement.model else {}
+            told: dict[str, Any] = await process.control.call("build", timeout=deadline, **{**self._build, **there})
             if process.role == "engine":
                 await self._join(process, arriving["data"], relay=told["relay"])
             else:
@@ -344,17 +353,27 @@ class LocalProcesses:
         return arriving
 
     async def _join(self, process: RoleProcess, data: asyncio.Future[Stream], *, relay: str) -> None:
-        def report(name: str, told: dict[str, Any]) -> None:  # to the timeline of the current session
-            self._timelines["engine"].take(name, told)
+        def report(_: str, told: dict[str, Any]) -> None:
+            self._take_report(process, told)
 
-        engine = RemoteEngine(process.name, self.pool, control=process.control, on_report=report, log=process.log)
+        more: dict[str, Any] = {"log": process.log, "clock_ahead": self._clock_ahead(process)}
+        engine = RemoteEngine(process.name, self.pool, control=process.control, on_report=report, **more)
         engine.data = await process.open("data", data, deadline=self._recipe.deadline, notices=engine.notices())
         self._spawn(process.read(engine.data))
         self._relays[process.name] = relay
         await self.pool.join(engine)
         self._spawn(self._replace(process, engine))
 
+    def _clock_ahead(self, process: RoleProcess) -> float:
+        """Seconds by which the clock of its host is ahead of this one's."""
+        return 0.0
+
     # Watch
+
+    def _take_report(self, process: RoleProcess, report: dict[str, Any]) -> None:
+        """Into the timeline of the current session."""
+        is_counted = process.role == "engine" or process.index == 0  # ranks do the same at the same time
+        self._timelines[process.role].take(process.name, report, is_counted=is_counted)
 
     async def _watch(self) -> None:
         """Waits for a failure that no restart of an engine fixes, and raises it."""
@@ -387,8 +406,7 @@ class LocalProcesses:
             return False
         if process.role == "engine":
             self._engine_peak = max(self._engine_peak, int(process.state.get("memory_peak", 0)))
-        is_counted = process.role == "engine" or process.index == 0  # ranks do the same at the same time
-        self._timelines[process.role].take(process.name, report, is_counted=is_counted)
+        self._take_report(process, report)
         return True
 
     async def _on_lost_trainer(self, trainer: RoleProcess) -> None:
@@ -416,10 +434,11 @@ class LocalProcesses:
         except RoleFailed as spent:
             self._given_up.append(process.name)
             self._connected.pop(process.name, None)
-            left = len(self._restarts) - len(self._given_up)
-            if not left:
+            del self._restarts[process.index]
+            left = len(self._restarts)
+            if not left and not self._can_wait_for_engines:
                 raise
-            self._say(f"{spent}\n  the run goes on with {left} of {len(self._restarts)} engines")
+            self._say(f"{spent}\n  the run goes on with {left} of {left + len(self._given_up)} engines")
 
     def _losses(self) -> dict[str, Any]:
         """For the summary."""

@@ -89,8 +89,9 @@ class ProcessHandle(Protocol):
     def kill(self) -> None:
         """End it at once, even if it hangs or is stopped."""
 
-    def wait(self) -> int:
-        """Block until it ends; return its exit status, negative for a signal. Called in a thread, and again on exit."""
+    def wait(self) -> int | None:
+        """Block until it ends; return its exit status, negative for a signal, None if nobody knows. Called in a thread, and
+        again on exit."""
 
     def describe(self) -> str:
         """For error messages: which process it is, and whether it is stopped."""

@@ -60,7 +60,14 @@ def _load(options: Namespace) -> tuple[EngineCore, PreTrainedTokenizerBase, dict
             model = load_model(path, dtype=options.dtype, device=pick_device(options.device))
         adapters = {} if settings is None else _read_adapters(options, model, settings)
         context = context_limit(model, options.context)
-        core = EngineCore(model, name="engine-0", slots=options.slots, context=context, decode=decoder_of(tokenizer))
+        core = EngineCore(
+            model,
+            name="engine-0",
+            slots=options.slots,
+            context=context,
+            decode=decoder_of(tokenizer),
+            adapter_places=1 + len(adapters),
+        )
     except ValueError as error:  # the model is missing, unsupported or too large
         raise ConfigError(str(error)) from error
     core.version, core.lineage = _identity(Path(options.model))

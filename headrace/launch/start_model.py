@@ -19,8 +19,10 @@ from transformers.utils import logging as transformers_logging
 from headrace import __version__
 from headrace.launch.folder import FolderLock, cache_folder
 from headrace.launch.inputs import UserInputs, fingerprint_inputs
+from headrace.launch.placement import choose_device
 from headrace.launch.sft import optimizer_settings, run_sft
-from headrace.model import tiny
+from headrace.lora import base_of, round_weights
+from headrace.model import load_plain, load_tokenizer, tiny
 from headrace.settings import ConfigError, identity, to_dict
 
 if TYPE_CHECKING:
@@ -43,12 +45,14 @@ def model_folder(
     is_builtin = recipe.model.path.startswith("builtin:")
     if is_builtin and recipe.model.path != tiny.NAME:
         raise ConfigError(f"model.path = {recipe.model.path!r}: the built-in model is {tiny.NAME!r}")
-    if not is_builtin and not recipe.sft.is_on:
-        yield recipe.model.path
-        return
     if keep is not None and keep.is_dir():
         say(f"model      kept in {keep}")
         yield str(keep)
+        return
+    rounded = keep if recipe.lora.is_quantized and not base_of(recipe.model.path) else None
+    if not is_builtin and not recipe.sft.is_on:
+        is_rounded = rounded is not None and _round_model(recipe.model.path, rounded, recipe, say)
+        yield str(rounded) if is_rounded else recipe.model.path
         return
     target = cache_folder() / "warmup" / _key(recipe, given)
     in_use = FolderLock(target, is_shared=True)
@@ -62,11 +66,28 @@ def model_folder(
         with contextlib.suppress(OSError):  # a read-only cache
             os.utime(target)
             _remove_unused(target.parent)
-        if keep is not None:
+        is_rounded = rounded is not None and _round_model(str(target), rounded, recipe, say)
+        if keep is not None and not is_rounded:
             copy_model(target, keep)
         yield str(keep or target)
     finally:
         in_use.release()
+
+
+def _round_model(path: str, target: Path, recipe: Recipe, say: Callable[[str], None]) -> bool:
+    """Write a model with its weights rounded to what `lora.quantize` can hold; `target` is whole or not there. False, and
+    nothing written, if they were such numbers already."""
+    transformers_logging.disable_progress_bar()
+    model = load_plain(path, dtype=recipe.model.dtype)
+    if not round_weights(model, recipe.lora, device=choose_device(recipe)):
+        return False
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    load_tokenizer(path).save_pretrained(temporary)
+    temporary.rename(target)
+    say(f"model      rounded to {recipe.lora.quantize} in {target}")
+    return True
 
 
 def copy_model(cached: Path, target: Path) -> None:

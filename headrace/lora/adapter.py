@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from headrace.lora.settings import LoraSettings
 
-    AddByRow = Callable[[Tensor, Tensor, Sequence["Target"]], Tensor]
-    """From the output of layers that read the same input, side by side, and that input, to the output with the adapter."""
+    AddByRow = Callable[..., Tensor]
+    """From the output of layers that read the same input, side by side, that input and their targets to the output with the
+    adapter; with `is_gated=True` to silu of the first layer's times the second's."""
     Adapted = nn.Linear | ExpertWeight | WholeModule
     Applied = tuple[Mapping[str, Tensor] | None, Tensor | None]
     """An adapter's tensors by name, None for its own; and the rows they apply to: [tokens, 1] of 0 and 1, or None for all."""
@@ -54,6 +55,14 @@ class Target:
     """Several versions of both, stacked, where an engine applies them by row."""
 
 
+@dataclass(eq=False)
+class Copy:
+    """The adapter's parameters of a module that is trained whole, by their names in the module."""
+
+    name: str
+    own: dict[str, Tensor]
+
+
 class Adapter(nn.Module):
     """Two matrices for each target, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank], with PEFT's names;
     those of experts have the rank of all experts together (`expert_weights`). Beside these, the parameters of modules that are
@@ -63,7 +72,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.settings = settings
         self.expert_weights = [each.path for each in targets.values() if isinstance(each, ExpertWeight)]
-        self._whole = {each.module: name for name, each in targets.items() if isinstance(each, WholeModule)}
+        self._whole = {name: each.module for name, each in targets.items() if isinstance(each, WholeModule)}
         draws = torch.Generator().manual_seed(seed)
         for name, target in targets.items():
             if isinstance(target, WholeModule):
@@ -99,7 +108,7 @@ class Adapter(nn.Module):
         """What it has besides matrices for linear layers, as the setting that asks for it; empty if nothing."""
         if self.expert_weights:
             return f"lora.targets names {self.expert_weights[0]!r}, a weight of experts"
-        return f"lora.whole names {next(iter(self._whole.values()))!r}" if self._whole else ""
+        return f"lora.whole names {next(iter(self._whole))!r}" if self._whole else ""
 
     @contextlib.contextmanager
     def applying(self, applied: Sequence[Applied]) -> Iterator[None]:
@@ -144,9 +153,18 @@ class Adapter(nn.Module):
             if found != wanted:
                 raise AdapterError(f"the adapter was made for another base model: {name!r} is {found} there, and {wanted} here")
 
+    def narrow(self, model: PreTrainedModel, dtype: torch.dtype) -> Adapter:
+        """Convert it in place to what it is beside a model that is narrowed to `dtype`, and was so already."""
+        own = {name: parameter.dtype for name, parameter in model.named_parameters()}  # modules trained whole keep their names
+        for name, parameter in self.own.items():
+            parameter.data = parameter.data.to(own.get(name, dtype))
+        return self
+
     def hook(self, adapted: Adapted, name: str) -> None:
         """Add the adapter's output to a layer's, or put its copy of a module in the module's place."""
         if isinstance(adapted, WholeModule):
+            own = {each: self.own[f"{name}.{each}"] for each, _ in adapted.module.named_parameters()}
+            cast("Any", adapted.module).headrace_copy = Copy(name, own)
             adapted.module.register_forward_hook(self._replace, with_kwargs=True)
             return
         down, up = (self.own[f"{name}.{part}.weight"] for part in ("lora_A", "lora_B"))
@@ -166,22 +184,29 @@ class Adapter(nn.Module):
             output = output + (added if rows is None else added * rows.to(added.dtype))
         return output
 
-    def replacing(self, module: nn.Module) -> dict[str, Tensor]:
+    def settle_whole(self) -> None:
+        """Give modules that are trained whole the adapter's parameters for good, in a model whose adapter is never off."""
+        for module in self._whole.values():
+            for each, parameter in cast("Any", module).headrace_copy.own.items():
+                parent, _, last = each.rpartition(".")
+                setattr(module.get_submodule(parent), last, parameter)
+            del cast("Any", module).headrace_copy
+
+    def replacing(self, module: nn.Module) -> Mapping[str, Tensor]:
         """What to use instead of a module's own parameters now; empty if these."""
-        name = self._whole.get(module)
-        if name is None or not self._applied:
+        copy: Copy | None = getattr(module, "headrace_copy", None)
+        if copy is None or not self._applied:
             return {}
         ((tensors, rows),) = self._applied
         assert rows is None, "a module that is trained whole has one version in a batch"
-        given = self.own if tensors is None else tensors
-        return {each: given[f"{name}.{each}"] for each, _ in module.named_parameters()}
+        return copy.own if tensors is None else {each: tensors[f"{copy.name}.{each}"] for each in copy.own}
 
     def _replace(self, module: nn.Module, inputs: tuple[Any, ...], more: dict[str, Any], output: Any) -> Any:  # noqa: ANN401
         given = self.replacing(module)
         if not given:
             return output
         with self.off():  # or this hook would call itself
-            return torch.func.functional_call(module, given, inputs, more)
+            return torch.func.functional_call(module, dict(given), inputs, more)
 
     def of_experts(self, target: Target, *, num_experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Of each version that is applied: [experts, in, rank] and [experts, rank, out], scaled, and the rows it applies to.
@@ -265,7 +290,7 @@ def find_targets(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Ad
     targets, whole = settings.targets, find_whole_modules(model, settings.whole)
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
-    linear = {name: module for name, module in linear.items() if not _is_within(name, whole)}
+    linear = {name: module for name, module in linear.items() if not is_within(name, whole)}
     found: set[str] = set()
     for target in targets:
         is_meant = functools.partial(names, target)
@@ -280,12 +305,12 @@ def find_targets(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Ad
             )
         found.update(matched)
     experts = find_expert_weights(
-        model, lambda name: any(names(target, name) for target in targets) and not _is_within(name, whole)
+        model, lambda name: any(names(target, name) for target in targets) and not is_within(name, whole)
     )
     return {**{name: linear[name] for name in linear if name in found}, **experts, **whole}
 
 
-def _is_within(name: str, modules: Iterable[str]) -> bool:
+def is_within(name: str, modules: Iterable[str]) -> bool:
     """Whether it is one of these modules or a part of one."""
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from headrace.settings import check
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headrace.records import Plain
 
 ALL = "all"
+FOUR_BITS: Final = "nf4"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class LoraSettings:
     PEFT's `modules_to_save`."""
     rslora: bool = False
     """Multiply by alpha ÷ √rank instead, so that higher ranks learn as fast (rank-stabilised LoRA)."""
+    quantize: Literal["none", "nf4"] = "none"
+    """`nf4`: the trainer holds the frozen weights of linear layers in 4 bits (QLoRA). They are rounded to such numbers once;
+    engines compute with the same numbers in model.dtype. Needs bitsandbytes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
@@ -39,8 +43,13 @@ class LoraSettings:
         others = [target for target in self.targets if target != ALL]
         is_named = bool(self.targets) and all(self.targets)
         is_clear = ALL not in self.targets or all("experts" in target.split(".") for target in others)
+        check(self.is_on or self.quantize == "none", "quantize", self.quantize, "'none' without an adapter; set rank")
         check(all(self.whole), "whole", list(self.whole), "names of modules")
         check(is_named and is_clear, "targets", list(self.targets), "names of layers, or 'all', alone or with names of experts")
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.is_on and self.quantize != "none"
 
     @property
     def is_on(self) -> bool:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.lora import Adapter, Target, adapter_of, target_of
-    from headrace.model.arena import ALIGNMENT, Arena, Slot, allocate_bytes, arena_bytes, byte_offsets, held_tensors, lay_out
+    from headrace.lora import Adapter, Target, adapter_of, held_bytes, target_of
+    from headrace.model.arena import ALIGNMENT, Arena, Layout, Slot, allocate_bytes, held_tensors, lay_out
     from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, layer_of, make_context
     from headrace.model.fused_head import AllowedTokens, Scaling
     from headrace.model.head import Head
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
         load_config,
         load_generation,
         load_model,
+        load_plain,
         load_tokenizer,
         narrow,
         parameter_shapes,
         prepare,
         put_before,
+        quantized_sizes,
         served_dtype,
         set_template,
     )

@@ -6,18 +6,21 @@ key and value) are adjacent, so that one matrix product can read them as one mat
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from headrace.records import Manifest
 
@@ -61,6 +64,58 @@ class Slot:
         return -(-(self.stop + self.room) // unit) * unit
 
 
+class Layout(dict[str, Slot]):
+    """Slots by name, in the order of `named_tensors`; tensors that share memory share a slot. It does not change, so what
+    follows from it is computed once, and not for every version of the weights."""
+
+    @functools.cached_property
+    def regions(self) -> dict[torch.dtype, tuple[int, int]]:
+        """Start and stop byte of each dtype."""
+        ends: dict[torch.dtype, int] = {}
+        for slot in self.values():
+            ends[slot.dtype] = max(ends.get(slot.dtype, 0), slot.end)
+        regions, start = {}, 0
+        for dtype in sorted(ends, key=str):
+            regions[dtype] = (start, start + ends[dtype] * dtype.itemsize)
+            start = regions[dtype][1]
+        return regions
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        return max((stop for _, stop in self.regions.values()), default=0)
+
+    @functools.cached_property
+    def offsets(self) -> dict[str, int]:
+        """The first byte of each tensor."""
+        return {name: self.regions[slot.dtype][0] + slot.start * slot.dtype.itemsize for name, slot in self.items()}
+
+    @functools.cached_property
+    def padding(self) -> list[tuple[torch.dtype, int, int]]:
+        """Where the flat buffers hold no tensor, in elements."""
+        return [(slot.dtype, slot.stop, slot.end) for slot in set(self.values()) if slot.stop < slot.end]
+
+
+class Views(Mapping[str, Tensor]):
+    """An arena's tensors by name. Each is made at its first use: to make hundreds takes longer than to copy an adapter."""
+
+    def __init__(self, flat: Mapping[torch.dtype, Tensor], slots: Layout) -> None:
+        self._flat, self._slots = flat, slots
+        self._made: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._made.get(name)
+        if found is None:
+            slot = self._slots[name]
+            found = self._made[name] = self._flat[slot.dtype][slot.start : slot.stop].view(slot.shape)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+
 class Arena:
     """The memory of a model's tensors, or of a second set of them with the same layout.
 
@@ -73,19 +128,19 @@ class Arena:
     """Of `flat`, in float32, if the arena keeps its tensors' gradients itself."""
 
     def __init__(self, slots: Mapping[str, Slot], *, device: torch.device, allocate: Allocate | None = None) -> None:
-        self.slots = dict(slots)  # by name, in the order of `named_tensors`; tensors that share memory share a slot
+        self.slots = slots if isinstance(slots, Layout) else Layout(slots)
         self.device = device
         self._holders: dict[str, Tensor] = {}
         self._moving = threading.Lock()  # `strayed` is asked in other threads
-        regions, num_bytes = _regions(self.slots)
+        self._addresses: list[tuple[str, Tensor, int]] | None = None  # what it compares
+        num_bytes = self.slots.num_bytes
         self.memory = (allocate or allocate_bytes)(num_bytes, device)  # equal slots: equal layouts; weights are sent like this
         if (self.memory.dtype, self.memory.shape) != (torch.uint8, (num_bytes,)) or self.memory.data_ptr() % ALIGNMENT:
             raise ArenaError(f"allocate({num_bytes}, {device}) must give so many bytes of uint8 at a multiple of {ALIGNMENT}")
-        self.flat = {dtype: self.memory[start:stop].view(dtype) for dtype, (start, stop) in regions.items()}
-        for slot in set(self.slots.values()):
-            if slot.stop < slot.end:  # each of these is a kernel launch
-                self.flat[slot.dtype][slot.stop : slot.end].zero_()
-        self.views = {name: self.flat[slot.dtype][slot.start : slot.stop].view(slot.shape) for name, slot in slots.items()}
+        self.flat = {dtype: self.memory[start:stop].view(dtype) for dtype, (start, stop) in self.slots.regions.items()}
+        if self.slots.padding:
+            torch._foreach_zero_([self.flat[dtype][start:stop] for dtype, start, stop in self.slots.padding])
+        self.views = Views(self.flat, self.slots)
 
     @classmethod
     @torch.no_grad()
@@ -149,6 +204,7 @@ class Arena:
             self.views, other.views = other.views, self.views
             for name, holder in self._holders.items():
                 holder.data = self.views[name]
+            self._addresses = other._addresses = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the model's."""
@@ -167,30 +223,9 @@ class Arena:
     def strayed(self) -> str | None:
         """The first tensor no longer in the arena, because the model was moved after it was adopted."""
         with self._moving:
-            return next((name for name, held in self._holders.items() if held.data_ptr() != self.views[name].data_ptr()), None)
-
-
-def _regions(slots: Mapping[str, Slot]) -> tuple[dict[torch.dtype, tuple[int, int]], int]:
-    """Start and stop byte of each dtype, and the total number of bytes."""
-    ends: dict[torch.dtype, int] = {}
-    for slot in slots.values():
-        ends[slot.dtype] = max(ends.get(slot.dtype, 0), slot.end)
-    regions, start = {}, 0
-    for dtype in sorted(ends, key=str):
-        regions[dtype] = (start, start + ends[dtype] * dtype.itemsize)
-        start = regions[dtype][1]
-    return regions, start
-
-
-def arena_bytes(slots: Mapping[str, Slot]) -> int:
-    """The size of an arena of this layout."""
-    return _regions(slots)[1]
-
-
-def byte_offsets(slots: Mapping[str, Slot]) -> dict[str, int]:
-    """Where each tensor begins in the memory of an arena of this layout."""
-    regions, _ = _regions(slots)
-    return {name: regions[slot.dtype][0] + slot.start * slot.dtype.itemsize for name, slot in slots.items()}
+            if self._addresses is None:
+                self._addresses = [(name, held, self.views[name].data_ptr()) for name, held in self._holders.items()]
+            return next((name for name, held, address in self._addresses if held.data_ptr() != address), None)
 
 
 def allocate_bytes(num_bytes: int, device: torch.device) -> Tensor:
@@ -200,7 +235,7 @@ def allocate_bytes(num_bytes: int, device: torch.device) -> Tensor:
     return buffer[skipped : skipped + num_bytes]
 
 
-def lay_out(manifest: Manifest) -> dict[str, Slot]:
+def lay_out(manifest: Manifest) -> Layout:
     """Slots for an update's tensors: those `Arena.adopt` gives a model with the same tensors, if none share memory."""
     return _lay_out((info.name, _dtype(info.dtype), info.shape, info.name) for info in manifest)
 
@@ -214,7 +249,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def _lay_out(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Hashable]], room: Mapping[str, int] = MappingProxyType({})
-) -> dict[str, Slot]:
+) -> Layout:
     """From (name, dtype, shape, memory); tensors of the same memory share a slot. `room`: elements, by name."""
     tensors = list(tensors)
     slots: dict[str, Slot] = {}
@@ -223,7 +258,7 @@ def _lay_out(
     for name, dtype, shape, memory in sorted(tensors, key=lambda tensor: len(tensor[2]) < 2):
         slots[name] = Slot(dtype, shape, starts.setdefault(memory, ends.get(dtype, 0)), room.get(name, 0))
         ends[dtype] = max(ends.get(dtype, 0), slots[name].end)
-    return {name: slots[name] for name, *_ in tensors}
+    return Layout((name, slots[name]) for name, *_ in tensors)
 
 
 def _memory(tensor: Tensor) -> Hashable:

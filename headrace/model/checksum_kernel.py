@@ -93,7 +93,8 @@ class FlatTables:
                     EXPONENTS=exponents, BELOW_SIGNS=below, SIGNS=signs, TILE=_TILE, TILES=_TILES, num_warps=_WARPS,
                 )  # fmt: skip
         sums, is_odd = self._found.cpu().numpy()[:, self._order]
-        return sums.astype(np.uint64), next((name for name, odd in zip(arena.slots, is_odd, strict=True) if odd), None)
+        odd = np.flatnonzero(is_odd)
+        return sums.astype(np.uint64), list(arena.slots)[odd[0]] if len(odd) else None
 
 
 def _lanes(dtype: torch.dtype) -> tuple[int, int, int]:

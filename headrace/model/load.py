@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_NAME, logging as transformers_logging
 
-from headrace.lora import Adapter, add_adapter, base_of, find_targets, read_settings, read_tensors
+from headrace.lora import Adapter, add_adapter, base_of, find_quantized, find_targets, read_settings, read_tensors
 from headrace.model import attention, experts, tiny
 from headrace.model.arena import held_tensors
 from headrace.model.head import Head
@@ -123,6 +123,11 @@ def adapter_shapes(settings: ModelSettings, lora: LoraSettings) -> dict[str, tup
     return Adapter.shapes(find_targets(_without_weights(settings), found), found)
 
 
+def quantized_sizes(settings: ModelSettings, lora: LoraSettings) -> list[int]:
+    """Numbers in each weight that the trainer holds in 4 bits, from the model's config alone."""
+    return [layer.weight.numel() for layer in find_quantized(_without_weights(settings), lora).values()]
+
+
 def _without_weights(settings: ModelSettings) -> PreTrainedModel:
     is_tiny = settings.path == tiny.NAME
     config = tiny.build_config(settings, tiny.build_tokenizer()) if is_tiny else load_config(settings.path)
@@ -130,18 +135,8 @@ def _without_weights(settings: ModelSettings) -> PreTrainedModel:
         return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))
 
 
-def load_model(
-    path: str,
-    *,
-    dtype: str = "float32",
-    device: str = "cpu",
-    exact: bool = False,
-    lora: LoraSettings | None = None,
-    seed: int = 0,
-) -> PreTrainedModel:
-    """A causal language model ready for `attention_context=`, checked that we serve it exactly. If the folder holds an adapter,
-    the model it belongs to, with it; otherwise with a new one if `lora` asks for it, made from `seed`."""
-    folder, path = path, base_of(path) or path
+def load_plain(path: str, *, dtype: str) -> PreTrainedModel:
+    """A model on the CPU as transformers loads it, checked that it has all its weights."""
     load_config(path)
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -157,8 +152,24 @@ def load_model(
             transformers_logging.enable_progress_bar()
     model, report = loaded
     _check_weights(model, report, path)
+    return cast("PreTrainedModel", model)
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    exact: bool = False,
+    lora: LoraSettings | None = None,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A causal language model ready for `attention_context=`, checked that we serve it exactly. If the folder holds an adapter,
+    the model it belongs to, with it; otherwise with a new one if `lora` asks for it, made from `seed`."""
+    folder, path = path, base_of(path) or path
+    model = load_plain(path, dtype=dtype)
     prepare(model, name=path, exact=exact)
-    model = cast("PreTrainedModel", model.to(device))  # transformers wraps `to` and loses its types
+    model = cast("PreTrainedModel", cast("nn.Module", model).to(device))  # transformers wraps `to` and loses its types
     if folder != path:
         found = read_settings(folder)
         if lora is not None and lora.is_on and lora.to_plain() != found.to_plain():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.model.arena import ALIGNMENT, Arena, Slot, _lay_out, _memory, held_tensors
+from headrace.model.arena import ALIGNMENT, Arena, Layout, Slot, _lay_out, _memory, held_tensors
 from headrace.model.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ShardedArena(Arena):
             dtype = home[1]
             names = [name for name in holders if homes[keys[name]] == home]
             laid_out = _lay_out((name, dtype, tuple(holders[name].shape), keys[name]) for name in names)
-            laid_out = dict(sorted(laid_out.items(), key=lambda item: item[1].start))
+            laid_out = Layout(sorted(laid_out.items(), key=lambda item: item[1].start))
             unit = ALIGNMENT // dtype.itemsize
             size = -(-max(slot.end for slot in laid_out.values()) // (unit * count)) * unit
             start = reached.setdefault(dtype, 0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from headrace.model.arena import Slot
+    from headrace.model.arena import Layout
     from headrace.records import Array, WeightUpdate
 
 
@@ -151,6 +151,8 @@ class StagedWeights:
         self._in_place = self.arena.device.type == "cuda" if in_place is None else in_place
         self._own = describe(self.arena.views)
         self._own_slots = lay_out(self._own)  # as they are sent: unlike the arena's, if tensors share memory there
+        if self._own_slots == self.arena.slots:
+            self._own_slots = self.arena.slots  # compared quickly with every update
         self._staging: Arena | None = None
         self._inspector: Inspector | None = None
         self._is_whole = self._is_given_up = False
@@ -237,7 +239,7 @@ class StagedWeights:
         if self._is_given_up:
             raise SyncError(f"version {update.version} was given up here")
 
-    def _slots_of(self, update: WeightUpdate) -> Mapping[str, Slot]:
+    def _slots_of(self, update: WeightUpdate) -> Layout:
         """Where an update's tensors lie in its bytes. Checks before anything is copied that they are this model's."""
         if update.manifest.is_like(self._own):
             return self._own_slots

@@ -265,13 +265,18 @@ class MirroredTimeline(Timeline):
         super().__init__(role, on_slice=on_slice)
         self._reports: dict[str, dict[str, Any]] = {}
         """Of each live process its newest, and in "" the sum of those that have ended."""
+        self._total = dict.fromkeys((*STATES[role], "occupied", "slots"), 0.0)
+        """Of all reports."""
         self._at_start = self._sums()
         self._evaluated = 0.0
 
     def take(self, name: str, report: dict[str, Any], *, is_counted: bool = True) -> None:
         """Store a process's newest report, if its time is counted. In the trace each process has its own track."""
         if is_counted:
-            self._reports[name] = {**report["totals"], "occupied": report["occupied"], "slots": report["slots"]}
+            newest = {**report["totals"], "occupied": report["occupied"], "slots": report["slots"]}
+            before, self._reports[name] = self._reports.get(name, {}), newest
+            for key in self._total:
+                self._total[key] += newest.get(key, 0) - before.get(key, 0)
         if self._on_slice is not None:
             for each in report["slices"]:
                 self._on_slice(name, Slice(*each))
@@ -313,8 +318,7 @@ class MirroredTimeline(Timeline):
 
     def _sums(self) -> dict[str, float]:
         """Seconds in every state, and slot counts, of all processes since they started."""
-        names = (*STATES[self.role], "occupied", "slots")
-        return {name: sum(report.get(name, 0) for report in self._reports.values()) for name in names}
+        return dict(self._total)
 
     def _update(self) -> None:
         totals = {name: max(0.0, value - self._at_start[name]) for name, value in self._sums().items()}

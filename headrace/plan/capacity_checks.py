@@ -159,6 +159,9 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
     trained = subject.adapter or subject.num_parameters
     need = (keep + 1) * 12 * trained  # float32 weights, two moments; a new one is written before one is removed
     what = f"disk at {folder}: {size(free)} free" + (f"; {keep} checkpoints and the next take {size(need)}" if need else "")
+    if need and subject.recipe is not None and subject.recipe.lora.is_quantized:
+        need += subject.weight_bytes
+        what += f"; the rounded model (lora.quantize) {size(subject.weight_bytes)}"
     if free < need:
         yield Finding("problem", what, "make room, give a --run-dir on another disk, or lower checkpoint.keep")
     elif free < need + observed:

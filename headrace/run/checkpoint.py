@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import re
 import shutil
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from headrace.buffer import Group
+from headrace.buffer import Group, JournalError
 from headrace.durable import fingerprint, sync
 from headrace.records import frames, pack_episodes, pack_rollouts, unpack_episodes
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from headrace.durable import Fingerprints
 
+log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 BUFFER = "buffer.wire"
 PARTIAL = "partial.wire"
@@ -58,9 +60,14 @@ class Checkpoint:
         return int(self.manifest["version"])
 
     def buffered(self) -> Iterator[Group]:
-        """One at a time: they may be more than fit into memory."""
+        """One at a time: they may be more than fit into memory. One that could not be read when this was written has no
+        episodes."""
         for entry in self._read(BUFFER):
-            yield Group(**(entry | {"episodes": tuple(unpack_episodes(entry["episodes"]))}))
+            if "lost" in entry:
+                num_episodes, num_sampled = entry["lost"]
+                yield Group.lost(entry["number"], num_episodes=num_episodes, num_sampled=num_sampled)
+            else:
+                yield Group(**(entry | {"episodes": tuple(unpack_episodes(entry["episodes"]))}))
 
     def in_flight(self) -> list[dict[str, Any]]:
         """Entries of `InFlightTable`."""
@@ -197,19 +204,29 @@ def _complete(
 
 def _write_frames(path: Path, entries: Iterable[dict[str, Any]]) -> list[int]:
     """A frame for each entry, of which one piece is in memory at a time; returns the file's fingerprint."""
-    packers: dict[str, Callable[[Any], Any]] = {
-        "episodes": lambda given: pack_episodes(given() if callable(given) else given),
-        "rollouts": lambda make: pack_rollouts(make()),
-    }
     size = checksum = 0
     with path.open("wb") as file:
         for entry in entries:
-            packed = {key: packers[key](value) if key in packers else value for key, value in entry.items()}
-            for piece in frames.make_frame(packed).pieces:
+            for piece in frames.make_frame(_packed(entry)).pieces:
                 file.write(piece)
                 size, checksum = size + len(piece), zlib.crc32(piece, checksum)
     sync(path)
     return [size, checksum]
+
+
+def _packed(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry with its episodes and rollouts as columns. Those that wait in the journal are read now; of a group that cannot
+    be read, its number is left, and what it held."""
+    fields = dict(entry)
+    facts, episodes = fields.pop("facts", None), fields["episodes"]
+    try:
+        fields["episodes"] = pack_episodes(episodes() if callable(episodes) else episodes)
+    except JournalError as error:
+        log.warning("group %d is left out of the checkpoint: %s", entry["number"], error)
+        return {"number": entry["number"], "lost": facts}
+    if "rollouts" in fields:
+        fields["rollouts"] = pack_rollouts(fields["rollouts"]())
+    return fields
 
 
 def checkpoints_in(*parents: Path) -> list[Path]:

@@ -83,6 +83,8 @@ class InFlightTable:
         that a group has in the buffer."""
         self._engine, self._keeps_turns, self._units = engine, keeps_turns, units
         self.groups: dict[str, GroupInFlight] = {}
+        self.num_unfinished = 0
+        """Episodes whose environment still runs or is to be run."""
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -114,6 +116,13 @@ class InFlightTable:
     def add(self, group: GroupInFlight, *, indexes: Iterable[int]) -> None:
         group.episodes = [EpisodeInFlight(group, index) for index in indexes]
         self.groups[group.name] = group
+        self.num_unfinished += len(group.episodes)
+
+    def end(self, record: EpisodeInFlight, episode: Episode | None) -> None:
+        """What the environment has returned; None: it is run again."""
+        if not record.group.is_cancelled:
+            self.num_unfinished += (episode is None) - (record.ended is None)
+        record.ended = episode
 
     def leave(self, record: EpisodeInFlight) -> list[EpisodeInFlight]:
         """What leaves the table now that this episode's outcome is known: itself, or its group if that is complete."""
@@ -129,16 +138,12 @@ class InFlightTable:
     def cancel(self, name: str) -> GroupInFlight:
         """Remove a group and cancel its tasks, which cancels their generate calls."""
         group = self.groups.pop(name)
+        self.num_unfinished -= sum(record.ended is None for record in group.episodes)
         group.is_cancelled = True
         for record in group.episodes:
             if record.running is not None:
                 record.running.cancel()
         return group
-
-    @property
-    def num_unfinished(self) -> int:
-        """Episodes whose environment still runs or is to be run."""
-        return sum(record.ended is None for record in self.episodes())
 
     async def over_age(self, rejection: Rejection, *, next_version: int, held: int | None) -> dict[str, int]:
         """Groups already too old for every later batch -> tokens sampled for them; tokens that an engine process has not
@@ -210,7 +215,7 @@ class InFlightTable:
                 if rejection.reason(alone, version=version, lineage=lineage):
                     lost += num_sampled([episode])
                 elif episode.id in records:
-                    records[episode.id].ended = episode
+                    self.end(records[episode.id], episode)
             for saved in unpack_rollouts(entry["rollouts"]):
                 kept = surviving_part(saved, lineage)
                 versions = Versions.of(kept) if kept else None

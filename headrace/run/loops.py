@@ -40,8 +40,9 @@ async def feed(run: Run) -> NoReturn:
     while True:
         for policy in run.policies.values():
             while policy.version < run.leg_end and not run.is_stopping and policy.has_room():
-                for record in policy.submit(policy.next_task()):
-                    run.queued.put_nowait(record)
+                if not await policy.read_ahead():  # else there may be no room any more
+                    for record in policy.submit(policy.next_task()):
+                        run.queued.put_nowait(record)
         run.room.clear()
         run.note_load()
         await run.room.wait()

@@ -21,7 +21,8 @@ class Pace:
             start=START_DEPTH,
             shares_device=shares_device,
         )
-        self._group_size, self._slots = recipe.train.group_size, recipe.engine.slots * recipe.engine.num_engines
+        self._batch, self._left = recipe.train.groups_per_batch, 0
+        self._group_size, self.slots = recipe.train.group_size, recipe.engine.slots * recipe.engine.num_engines
         self._free_since: float | None = None
         """When the trainer ran out of work."""
         self._last: float | None = None
@@ -33,19 +34,22 @@ class Pace:
     def _begin_version(self) -> None:
         self._waited = self._held = 0.0
         self._latencies: list[float] = []
+        self._arrivals: list[float] = []
         self._queued: int | None = None
 
     def note_load(self, *, calls: int, is_closed: bool) -> None:
         """Generate calls that run or wait for a slot from now on, and whether nothing more may be submitted."""
         now = time.perf_counter()
         self._held += (now - self._noted_at) * self._empty
-        self._noted_at, self._empty = now, max(0.0, 1 - calls / self._slots) if is_closed else 0.0
-        queued = max(0, calls - self._slots) // self._group_size
+        self._noted_at, self._empty = now, max(0.0, 1 - calls / self.slots) if is_closed else 0.0
+        queued = max(0, calls - self.slots) // self._group_size
         self._queued = queued if self._queued is None else min(self._queued, queued)
 
     def completed(self, *, submitted_at: float) -> None:
         """A group is complete."""
-        self._latencies.append(time.perf_counter() - submitted_at)
+        now = time.perf_counter()
+        self._latencies.append(now - submitted_at)
+        self._arrivals.append(now - (self._last or now))
 
     def batch_taken(self, *, wanted_since: float) -> None:
         """The trainer gets a batch, for which the train loop has waited."""
@@ -64,9 +68,11 @@ class Pace:
             seconds=max(now - (last or now), 1e-9),
             waited=self._waited,
             held=self._held / max(now - (last or now), 1e-9),
-            left=num_waiting if has_next else 0,
+            left=self._left,
+            arrivals=tuple(self._arrivals),
             queued=self._queued or 0,
             latency=sum(self._latencies) / max(len(self._latencies), 1),
         )
+        self._left = num_waiting - (0 if has_next else self._batch)
         self._begin_version()
         return last is not None and self.controller.observe(observation)

@@ -97,8 +97,8 @@ class PolicyState:
         )
         self.recovered = RecoveredGroups(self.buffer.journal)
         enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
-        self._max_in_flight = None if self.gate.bounds_in_flight else enough
-        """Limit on groups in flight where no gate sets one: enough to keep every slot busy."""
+        self._max_in_flight = None if self.gate.bounds_in_flight else 4 * enough
+        """Limit on groups in flight where no gate sets one: those that wait for their last episode or for a slow reward."""
         self.ledger = Ledger(self._count_open)
         self.submitted_groups = 0
         self._num_dropped = 0
@@ -156,13 +156,17 @@ class PolicyState:
         """Whether gate and buffer admit another group."""
         if self.buffer.is_full or (self._max_in_flight is not None and len(self.in_flight) >= self._max_in_flight):
             return False
-        unfinished = self.in_flight.num_unfinished if self.gate.counts_episodes else 0
-        counts = {"submitted": self.submitted_groups, "dropped": self.dropped_groups, "unfinished": unfinished}
-        return self.gate.is_open(version=self.held_version, **counts)
+        counts = {"submitted": self.submitted_groups, "dropped": self.dropped_groups}
+        return self.gate.is_open(version=self.held_version, unfinished=self.in_flight.num_unfinished, **counts)
 
     def next_task(self) -> Task:
         """For the next group: one that was rejected, or another."""
         return self.retries.next_task(self.submitted_groups) or self._tasks.next()
+
+    async def read_ahead(self, number: int | None = None) -> bool:
+        """Read what the journal has of this group, or of the next to be submitted; returns whether that took any time."""
+        first = (self.submitted_groups if number is None else number) * self._units
+        return await self.recovered.read_ahead(first, first + self._units)
 
     def submit(self, task: Task) -> list[EpisodeInFlight]:
         """Add a new group and return its episodes, but those that the journal has."""
@@ -195,13 +199,15 @@ class PolicyState:
         self.wasted_tokens += num_sampled([episode])
         self.num_retried += 1
         record.partials.clear()
-        record.attempt, record.ended = record.attempt + 1, None
+        record.attempt += 1
+        self.in_flight.end(record, None)
         return True
 
     def collect(self, record: EpisodeInFlight, episode: Episode, *, place: Place | None = None) -> None:
         """Record an episode's outcome. What is complete goes to the buffer, or is dropped if too few episodes were scored: a
         group or, with `buffer.unit = "episode"`, this episode. `place`: where the journal has it."""
-        group, record.ended = record.group, episode
+        group = record.group
+        self.in_flight.end(record, episode)
         self._room.set()
         ended = [each.ended for each in self.in_flight.leave(record) if each.ended is not None]
         if not ended:
@@ -358,9 +364,12 @@ class PolicyState:
         for group, problem in zip(taken, found, strict=True):
             if isinstance(problem, JournalError):
                 log.warning("group %d is lost: %s", group.number, problem)
-                self.ledger.settle("failed", group.num_episodes, reason="its copy on disk, in the journal, is damaged")
-                self._drop(group.number, group.num_sampled)
+                self._lose(group)
         return False
+
+    def _lose(self, group: Group) -> None:
+        self.ledger.settle("failed", group.num_episodes, reason="its copy on disk, in the journal, is damaged")
+        self._drop(group.number, group.num_sampled)
 
     def settle_trained(self, started: StartedBatch) -> None:
         """The next version is trained."""
@@ -436,11 +445,15 @@ class PolicyState:
             waiting.append(self._add_group(number, Task(*task), indexes=indexes))
             waiting[-1].rewards = rewards
         for group in checkpoint.buffered():
+            if not group.episodes:
+                self._lose(group)
+                continue
             if self.recipe.staleness.retries:
                 self.retries.keep(group.number, Task(group.episodes[0].task, group.source, group.index))
             self.buffer.put(group, place=self.recovered.place(group))
         self._keep_recovered()
         for of_checkpoint in waiting:
+            await self.read_ahead(of_checkpoint.number)
             self._take_recovered(of_checkpoint)
         self.wasted_tokens += self.in_flight.restore(
             checkpoint.in_flight(), version=self.version, lineage=self.lineage, rejection=self.rejection
@@ -461,6 +474,6 @@ class PolicyState:
         self.recovered.keep(is_wanted)
 
 
-def max_generate_calls(recipe: Recipe) -> int:
-    """Twice the engines' slots, so that the next call is waiting when a slot frees up."""
-    return 2 * recipe.engine.slots * recipe.engine.num_engines
+def max_generate_calls(recipe: Recipe, num_engines: int = 0) -> int:
+    """Twice the slots of the engines, by default the recipe's, so that the next call is waiting when a slot frees up."""
+    return 2 * recipe.engine.slots * (num_engines or recipe.engine.num_engines)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from headrace.run.in_flight import EpisodeInFlight, GroupInFlight
 
 log = logging.getLogger(__name__)
+_AHEAD = 64
+"""Numbers that are read with those asked for."""
 
 
 class RecoveredGroups:
@@ -28,6 +30,8 @@ class RecoveredGroups:
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
         self._found: dict[int, tuple[Head, Place]] = {}
+        self._read: dict[int, list[Episode]] = {}
+        """Episodes of groups that are about to be taken; none if they cannot be read."""
         self.num_found = self.num_wanted = self.num_used = 0
         """Groups that were in the journal, that can be trained, and that were taken instead of being generated."""
 
@@ -49,12 +53,24 @@ class RecoveredGroups:
         for _, place in self._found.values():
             self._pin(place)
 
+    async def read_ahead(self, first: int, last: int) -> bool:
+        """Read what there is of the numbers from `first` to before `last`, in a thread, with some that follow and are taken
+        next; returns whether there was anything to read."""
+        if not any(number in self._found and number not in self._read for number in range(first, last)):
+            return False
+        ahead = [number for number in range(first, last + _AHEAD) if number in self._found and number not in self._read]
+        places = [self._found[number][1] for number in ahead]
+        read = await asyncio.to_thread(lambda: [self._episodes(place) for place in places])
+        self._read.update(zip(ahead, read, strict=True))
+        return True
+
     def take(self, group: GroupInFlight, *, number: Callable[[EpisodeInFlight], int]) -> list[tuple[Place, list[Episode]]]:
-        """What there is of a group that is in flight from now on."""
+        """What there is of a group that is in flight from now on, and was read ahead."""
         taken = []
         for own in sorted({number(record) for record in group.episodes} & self._found.keys()) if self._found else ():
             head, place = self._found.pop(own)
-            episodes = self._read(place) if head.task == group.task_fingerprint else []
+            episodes = self._read.pop(own, [])
+            episodes = episodes if head.task == group.task_fingerprint else []
             due = {record.id for record in group.episodes if number(record) == own}
             if {episode.id for episode in episodes} == due:
                 self.num_used += 1
@@ -74,7 +90,7 @@ class RecoveredGroups:
             return ""
         return f", and {self.num_wanted} of {self.num_found} groups in the journal that need not be generated again"
 
-    def _read(self, place: Place) -> list[Episode]:
+    def _episodes(self, place: Place) -> list[Episode]:
         assert self._journal is not None
         try:
             return self._journal.read(place)

@@ -245,7 +245,7 @@ class Run:
         if episode.attempts != record.attempt:
             episode = episode.replace(attempts=record.attempt)
         if episode.outcome is None:  # a failed one runs again if the leg ends before `score` sees it
-            record.ended = episode
+            self.policies[record.group.policy].in_flight.end(record, episode)
             record.partials.clear()
         self.finished.append((record, episode))
         if self.policies[record.group.policy].gate.counts_episodes:
@@ -270,8 +270,17 @@ class Run:
     def settle_trained(self, policy: PolicyState, started: StartedBatch) -> None:
         """The next version is trained."""
         policy.settle_trained(started)
+        self._count_engines()
         self.note_progress()
         self.on_trained(policy, started)
+
+    def _count_engines(self) -> None:
+        """More engines than the recipe has may have joined."""
+        num_engines = max(self.recipe.engine.num_engines, len(self.roles.versions()))
+        self.generate_calls.resize(max_generate_calls(self.recipe, num_engines))
+        for policy in self.policies.values():
+            if policy.pace is not None:
+                policy.pace.slots = self.recipe.engine.slots * num_engines
 
     async def finish_started(self, policy: PolicyState) -> None:
         """After a failure elsewhere: wait for the steps already sent to the trainer's process, and count them."""

@@ -3,11 +3,12 @@
 The controller is told how each version went and moves the depth, in groups, between 0 and its limit. A change is a trial: it is
 kept if the next versions show that it paid, and otherwise undone and not tried again before the rates change.
 
-- The trainer waited, and engines stood idle behind the gate: raise, to what Little's law asks for. With B groups a version that
-  each take L seconds, and T seconds of training a version, B·L/T groups are in flight on average, and half a batch more just
-  after a batch was taken. Rounded up: rollouts of one length come in whole batches.
-- The trainer did not wait, and groups were left over each time it took a batch: lower, by the fewest that were left.
-- The trainer waited, but engines have more to do than slots: lower, by the fewest that had to queue.
+- The trainer waited, and engines stood idle behind the gate: raise. By what was missing when it needed a batch; if it waited
+  long, to what Little's law asks for: with B groups a version that each take L seconds, and T seconds of training a version,
+  B·L/T groups are in flight on average, and half a batch more just after a batch was taken.
+- The trainer waited less than it may: lower, by as many as it can spare. With k groups fewer ahead, k fewer are complete when
+  it needs a batch. From how many were left over each time, and when the next ones came, follows how long it would have waited.
+- The trainer waited, but engines have more to do than slots: lower as long as their slots stay full.
 - The trainer waited, and raising gains nothing (a slow reward, engines that are as fast with fewer): lower as long as versions
   take no longer.
 - Engines and trainer share a device: take turns (depth 0) if running side by side gains less than 3 %.
@@ -15,6 +16,7 @@ kept if the next versions show that it paid, and otherwise undone and not tried 
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -23,10 +25,16 @@ from typing import Any
 
 MAX_IDLE = 0.03
 """Share of its time that the trainer may wait for batches."""
+_AIM = 0.02
+"""What lowering aims at: below what is tolerated, because no two versions are alike."""
+_FAR, _MORE_IDLE = 2, 0.025
+"""Beyond so many versions ahead lag is dearer: from an eighth more on, the trainer may wait so much more of its time."""
 _FEWEST, _WINDOW = 4, 8
 """Versions that a decision looks at: at least, and of an unchanged depth at most."""
 _MAX_SETTLING = 4
 """Versions after a change that a decision does not look at, at most: until what was submitted before it is trained."""
+_GROSS = 0.1
+"""Share of its time beyond which the trainer waits for more than a few late groups."""
 _WORTH = 0.03
 """Share by which versions must take less time for a raise to be kept, and may take more time after lowering."""
 _HOPELESS = 1.5
@@ -48,11 +56,18 @@ class Observation:
     held: float
     """The share of the engines' slots that were empty while the gate was closed, averaged over time."""
     left: int
-    """Complete groups that were left over when the trainer needed its next batch."""
+    """Complete groups that were left over when the trainer needed its batch; negative: that many were missing."""
+    arrivals: tuple[float, ...]
+    """When groups became complete after that, in seconds."""
     queued: int
     """Groups' worth of generate calls that waited for a slot, at the fewest."""
     latency: float
     """Seconds from a group's submission until it was complete, on average."""
+
+    def wait_with(self, fewer: int) -> float:
+        """Seconds until the trainer's batch would have been complete with so many groups fewer ahead."""
+        missing = fewer - self.left
+        return 0.0 if missing <= 0 else self.arrivals[missing - 1] if missing <= len(self.arrivals) else self.seconds
 
 
 @dataclass(frozen=True)
@@ -61,9 +76,9 @@ class _Window:
 
     idle: float
     held: float
-    left: int
     queued: int
     period: float
+    seen: tuple[Observation, ...]
     busy: float
     latency: float
 
@@ -73,12 +88,16 @@ class _Window:
         return cls(
             idle=sum(each.waited for each in seen) / seconds,
             held=sum(each.held * each.seconds for each in seen) / seconds,
-            left=min(each.left for each in seen),
             queued=min(each.queued for each in seen),
             period=statistics.fmean(min(each.seconds, longest) for each in seen),  # one may have been held up by a slow disk
             busy=statistics.fmean(min(each.seconds - each.waited, longest) for each in seen),
             latency=statistics.fmean(each.latency for each in seen),
+            seen=tuple(seen),
         )
+
+    def idle_with(self, fewer: int) -> float:
+        """The share of its time that the trainer would have waited with so many groups fewer ahead."""
+        return sum(each.wait_with(fewer) for each in self.seen) / sum(each.seconds for each in self.seen)
 
 
 @dataclass(frozen=True)
@@ -87,18 +106,24 @@ class _Trial:
 
     depth: int
     """Before it."""
+    may_idle: float
+    """The share of its time that the trainer may wait after it."""
     seen: _Window
     """Before it; of several steps down in a row, before the first."""
     is_raise: bool
     compares_periods: bool
     """Not the time that the trainer waits."""
+    keeps_full: bool
+    """The engines bound the run: what counts is that their slots stay full."""
 
     def pays(self, now: _Window) -> bool:
         if self.is_raise:
-            is_cured = not self.compares_periods and now.idle <= MAX_IDLE < self.seen.idle
+            is_cured = not self.compares_periods and now.idle <= self.may_idle < self.seen.idle
             return is_cured or self.seen.period / now.period - 1 >= _WORTH
-        if self.seen.idle <= MAX_IDLE and not self.compares_periods:
-            return now.idle <= MAX_IDLE
+        if self.keeps_full:
+            return now.held <= _AIM
+        if self.seen.idle <= self.may_idle and not self.compares_periods:
+            return now.idle <= self.may_idle
         return now.period / self.seen.period - 1 <= _WORTH
 
 
@@ -197,6 +222,17 @@ class LagController:
 
     # Decisions
 
+    def _may_idle(self, groups: int, least: float = MAX_IDLE) -> float:
+        """The share of its time that the trainer may wait with so many groups ahead."""
+        return least + _MORE_IDLE * min(1.0, max(0.0, 8 * (groups / self._batch - _FAR)))
+
+    def _to_spare(self, now: _Window) -> int:
+        """The most groups fewer with which the trainer would wait as little as is aimed at."""
+        return max(
+            (by for by in range(1, self._groups) if now.idle_with(by) <= self._may_idle(self._groups - by, _AIM)),
+            default=0,
+        )
+
     def _decide(self, now: _Window) -> None:
         if self._unchanged == self._forgotten_after:
             self._too_low, self._unchanged, self._forgotten_after = -1, 0, 2 * self._forgotten_after
@@ -206,24 +242,22 @@ class LagController:
             self.why = "trying whether side by side gains anything on a shared device"
         elif self._shares_device and not self._groups:
             self.why = f"side by side gains less than {_WORTH:.0%} on a shared device, so engines and trainer take turns"
-        elif now.idle <= MAX_IDLE:
+        elif now.idle <= self._may_idle(self._groups):
             self.why = f"the trainer waits {now.idle:.1%} of the time, and less ahead might keep it waiting"
             self._is_sure = False
             self._enough = min(self._enough, self._groups)
-            self._lower(now, by=now.left if now.idle <= MAX_IDLE / 2 else 0)
+            self._lower(now, by=self._to_spare(now))
         elif not self._is_sure:
             self._is_sure = True
             self._seen.clear()
         elif now.held <= MAX_IDLE:
             self.why = f"the engines bound the run: their slots are full, and the trainer waits {now.idle:.0%} of the time"
-            if not self._lower(now, by=now.queued):
-                self._descend(now, by=self._step)  # full slots: little is to be expected
+            if self._groups - self._too_low > self._step and not self._rest:
+                self._lower(now, by=max(now.queued, self._step), keeps_full=True)
         elif self._groups < self._limit and not self._wait:
             self.why = f"the trainer waited {now.idle:.0%} of the time, and engines were idle behind the gate"
-            little = round(self._batch * (now.latency / max(now.busy, 1e-9) + 0.5))
-            whole = -(-max(self._groups + self._step, min(little, 2 * self._groups + self._batch)) // self._batch) * self._batch
             is_known = self._groups < self._enough <= self._limit
-            self._move((self._groups + self._enough + 1) // 2 if is_known else whole, now)
+            self._move((self._groups + self._enough + 1) // 2 if is_known else self._raised(now), now)
         else:
             at_limit = "staleness.max_lag_limit is reached" if self._groups == self._limit else "more ahead gains nothing"
             self.why = f"the trainer waits {now.idle:.0%} of the time; {at_limit}, and less ahead would make versions slower"
@@ -231,24 +265,36 @@ class LagController:
         if self._trial is None and self._settled is None:
             self._settled = now
 
-    def _descend(self, now: _Window, *, by: int = 0) -> None:
+    def _raised(self, now: _Window) -> int:
+        """A depth, in groups, with which the trainer should wait as little as is aimed at. If it waits long, it follows from
+        Little's law, in whole batches, in which rollouts of one length come; else from what was missing each time."""
+        least = self._groups + self._step
+        if now.idle > _GROSS:
+            little = round(self._batch * (now.latency / max(now.busy, 1e-9) + 0.5))
+            return -(-max(least, min(little, 2 * self._groups + self._batch)) // self._batch) * self._batch
+        aim = self._may_idle(self._groups + 1, _AIM)
+        more = next(more for more in itertools.count(1) if now.idle_with(-more) <= aim)
+        saved = now.idle - now.idle_with(-more)  # versions end sooner then, and groups take as long as before
+        return max(least, self._groups + math.ceil(more + saved * (self._groups + self._batch / 2)))
+
+    def _descend(self, now: _Window) -> None:
         """The trainer waits and raising does not help: something else bounds the run, which may be as fast with less lag."""
         self._descent = self._descent or now
         if self._groups - self._too_low > self._step and not self._rest:
-            self._lower(now, by=by or max(self._step, self._groups // 2), reference=self._descent)
+            far = self._groups // 2 if now.idle > _GROSS else 0
+            self._lower(self._descent, by=max(self._step, far))
 
-    def _lower(self, now: _Window, *, by: int, reference: _Window | None = None) -> bool:
+    def _lower(self, seen: _Window, *, by: int, keeps_full: bool = False) -> None:
         """By so many groups, but at most half-way to what is known not to suffice."""
         target = max(self._groups - by, (self._groups + self._too_low + 1) // 2)
-        if by <= 0 or self._groups - target < max(1, self._batch // 16):
-            return False
-        self._move(target, reference or now)
-        return True
+        if self._groups - target >= max(1, self._batch // 16):
+            self._move(target, seen, keeps_full=keeps_full)
 
-    def _move(self, groups: int, seen: _Window, *, compares_periods: bool = False) -> None:
+    def _move(self, groups: int, seen: _Window, *, compares_periods: bool = False, keeps_full: bool = False) -> None:
         groups = min(max(groups, 0), self._limit)
         if groups != self._groups:
-            self._trial = _Trial(self._groups, seen, groups > self._groups, compares_periods)
+            is_raise = groups > self._groups
+            self._trial = _Trial(self._groups, self._may_idle(groups), seen, is_raise, compares_periods, keeps_full)
             self._set(groups)
 
     def _undo(self, trial: _Trial, now: _Window) -> None:

@@ -21,9 +21,9 @@ class Gate(Protocol):
     bounds_lag: ClassVar[bool]
     """Whether it bounds the lag of groups that are trained in the order of submission."""
     bounds_in_flight: ClassVar[bool]
-    """Whether it bounds the groups in flight; where it does not, the engines' slots do."""
+    """Whether it bounds what is in flight by the batch; where it does not, the engines' slots do."""
     counts_episodes: ClassVar[bool]
-    """Whether `is_open` looks at `unfinished`, which takes a while to count."""
+    """Whether it may open when an episode has ended."""
 
     @property
     def depth(self) -> float | None:
@@ -107,22 +107,26 @@ class SlotsGate:
 
 @dataclass(frozen=True, kw_only=True)
 class NoGate:
-    """Only the run's steps bound submission."""
+    """Only the run's steps bound submission, and the engines' slots: a group is submitted while fewer episodes are unfinished
+    than twice the slots, so that the next call is waiting when a slot frees up, or than a batch has."""
 
     bounds_lag: ClassVar[bool] = False
     bounds_in_flight: ClassVar[bool] = False
-    counts_episodes: ClassVar[bool] = False
+    counts_episodes: ClassVar[bool] = True
 
     groups_per_batch: int
+    episodes: int
+    """A group is submitted while fewer than these are unfinished."""
     steps: int
     depth: None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> NoGate:
-        return cls(groups_per_batch=recipe.train.groups_per_batch, steps=recipe.steps)
+        episodes = max(recipe.train.batch, 2 * recipe.engine.slots * recipe.engine.num_engines)
+        return cls(groups_per_batch=recipe.train.groups_per_batch, episodes=episodes, steps=recipe.steps)
 
     def is_open(self, *, version: int, submitted: int, dropped: int, unfinished: int = 0) -> bool:
-        return submitted - dropped < self.steps * self.groups_per_batch
+        return unfinished < self.episodes and submitted - dropped < self.steps * self.groups_per_batch
 
 
 GATES: dict[str, type[DepthGate | SlotsGate | NoGate]] = {"depth": DepthGate, "slots": SlotsGate, "none": NoGate}

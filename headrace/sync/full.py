@@ -9,12 +9,12 @@ from headrace.model import Arena
 from headrace.sync.ranges import RangesTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
     from torch import Tensor
 
-    from headrace.model import Slot, StagingBuffer
+    from headrace.model import Layout, StagingBuffer
     from headrace.records import Part, WeightUpdate
     from headrace.sync.transport import Target
 
@@ -42,7 +42,7 @@ class FullPayload:
         of tensors of these dtypes, and the other ranks must come to the same decisions."""
         self.reset()
 
-    def image(self, slots: Mapping[str, Slot], device: torch.device) -> Arena:
+    def image(self, slots: Layout, device: torch.device) -> Arena:
         """Return where to pack the weights, if not into the transport's memory."""
         if self._image is None or self._image.device != device:
             self._image = Arena(slots, device=device)

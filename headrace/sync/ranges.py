@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headrace.errors import SyncError
-from headrace.model import Arena, StagingBuffer, arena_bytes, byte_offsets, lay_out
+from headrace.model import Arena, StagingBuffer, lay_out
 from headrace.records import Manifest, TensorInfo
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.model import ShardedWeights, Slot
+    from headrace.model import Layout, ShardedWeights, Slot
     from headrace.records import Array
 
     Ranges = Sequence[tuple[str, int, int]]
@@ -43,7 +43,7 @@ def whole_manifest(slots: Mapping[str, Slot]) -> Manifest:
     )
 
 
-def image_slots(manifest: Manifest, ranges: Ranges) -> dict[str, Slot]:
+def image_slots(manifest: Manifest, ranges: Ranges) -> Layout:
     """Where each range lies in the image of a part."""
     known = {info.name: info for info in manifest}
     infos = []
@@ -89,9 +89,9 @@ class RangesTarget:
 
     def __init__(self, ranges: Ranges, manifest: Manifest, incoming: StagingBuffer) -> None:
         slots = image_slots(manifest, ranges)
-        self.slots, self.num_bytes, self.check = slots, arena_bytes(slots), incoming.check
+        self.slots, self.num_bytes, self.check = slots, slots.num_bytes, incoming.check
         self.views = {name: incoming.views[name].view(-1)[start:stop].view(slots[name].shape) for name, start, stop in ranges}
-        offsets = byte_offsets(slots)
+        offsets = slots.offsets
         self._places = sorted((offsets[name], view.view(-1).view(torch.uint8)) for name, view in self.views.items())
         self._stops = [start + len(view) for start, view in self._places]
 

@@ -53,12 +53,15 @@ def make_transport(config: TransportConfig, *, is_sender: bool, device: str) -> 
     return transport_class(config.transport).make(config, is_sender=is_sender, device=device)
 
 
-def resolve_transport(wanted: str, *, is_one_process: bool, shares_gpu: bool) -> str:
-    """Resolve `sync.transport = "auto"`. `shares_gpu`: all engines receive on the trainer's GPU."""
+def resolve_transport(wanted: str, *, is_one_process: bool, shares_gpu: bool, between_hosts: bool = False) -> str:
+    """Resolve `sync.transport = "auto"`. `shares_gpu`: all engines receive on the trainer's GPU. `between_hosts`: some may
+    receive on other hosts."""
     if wanted != "auto":
         return wanted
     if is_one_process:
         return "memory"
+    if between_hosts:
+        return "http"
     return "cuda_ipc" if shares_gpu else "shared_memory"
 
 

@@ -58,6 +58,7 @@ class TransportConfig:
     host: str
     token: str  # a secret shared by the processes of the run
     deadline: float  # seconds without progress after which a transfer fails
+    certificate: str = ""  # the run's, with its key, if weights travel between hosts: `http` is then encrypted
 
     @property
     def directory(self) -> Path:
@@ -76,6 +77,7 @@ class Transport(ABC):
 
     name: ClassVar[str]
     crosses_processes: ClassVar[bool] = True
+    crosses_hosts: ClassVar[bool] = False  # encrypted with the run's certificate
     needs_gpu: ClassVar[bool] = False  # both ends share a GPU, or their GPUs are peers
     needs_gpu_per_end: ClassVar[bool] = False  # on GPUs, no two ends may share one
     is_pushed: ClassVar[bool] = False  # the sender must `push` while receivers `fetch`

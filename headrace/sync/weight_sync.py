@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.model import Arena, Inspector, ShardedWeights, Slot, arena_bytes, describe, lay_out
+from headrace.model import Arena, Inspector, Layout, ShardedWeights, describe, lay_out
 from headrace.records import Manifest, Part, WeightUpdate
 from headrace.sync.full import FullPayload
 from headrace.sync.ranges import Share, whole_manifest
@@ -53,10 +53,9 @@ class WeightSync:
         self._transport, self._policy, self._adapter, self._name = transport, policy, adapter, name
         self._payload = payload_class(payload)()
         self._attempts = itertools.count()
-        self._manifest, self._slots = Manifest.of(()), dict[str, Slot]()  # the layout of every image: the same in all versions
-        self._share: Share | None = (
-            None  # which ranges the image is of, and the manifest is of the whole, on one of several ranks
-        )
+        self._manifest, self._slots = Manifest.of(()), Layout()  # the layout of every image: the same in all versions
+        # Which ranges the image is of, on one of several ranks; the manifest is then of the whole.
+        self._share: Share | None = None
         self._inspectors: dict[torch.device, Inspector] = {}
         self._offered: dict[str, WeightUpdate] = {}  # by key: updates on the transport
         self._newest: WeightUpdate | None = None  # the last one released, which late engines catch up to
@@ -201,7 +200,7 @@ class WeightSync:
             self._use(manifest, weights.slots if isinstance(weights, Arena) else lay_out(manifest), None)
         return weights
 
-    def _use(self, manifest: Manifest, slots: dict[str, Slot], share: Share | None) -> None:
+    def _use(self, manifest: Manifest, slots: Layout, share: Share | None) -> None:
         self._manifest, self._slots, self._share = manifest, slots, share
         self._inspectors.clear()
         whole = slots if share is None else share.whole
@@ -221,7 +220,7 @@ class WeightSync:
         """Return the image, and the transport's buffer if the image is in it: if the image itself travels and the buffer is on
         the weights' device. An arena whose buffer is on another device is its own image."""
         if self._payload.sends_image:
-            buffer = self._transport.allocate(key, arena_bytes(self._slots))
+            buffer = self._transport.allocate(key, self._slots.num_bytes)
             if buffer.device.type == _device(weights).type:
                 image = _view(buffer, self._slots)
                 _copy(image, weights)
@@ -287,7 +286,7 @@ class WeightSync:
             yield
 
 
-def _view(buffer: Tensor, slots: Mapping[str, Slot]) -> Arena:
+def _view(buffer: Tensor, slots: Layout) -> Arena:
     return Arena(slots, device=buffer.device, allocate=lambda *_: buffer)
 
 

@@ -11,7 +11,8 @@ Always allocated, for P numbers in matrices and a few in vectors (norms, biases)
 | the same in 8 bits, with a scale a block | 2.06 P | 2.13 P |
 | Muon's momentum; embeddings, head and vectors have moments | 4 P | 4 P |
 
-Frozen matrices need their weights alone. With an adapter the model is frozen, and the adapter has all of the above.
+Frozen matrices need their weights alone. With an adapter the model is frozen, and the adapter has all of the above. In 4 bits
+(`lora.quantize`) a weight takes 0.5625 P, and its layer one copy of full size while it computes.
 
 `COMPILED.saved` and `EAGER.saved` list what a forward pass saves for its backward pass, per token and layer. A compiled layer
 saves what torch's partitioner does not recompute (`test_memory_prediction.py` checks this). An eager layer saves more; in
@@ -20,6 +21,11 @@ bfloat16 a norm's output is cast once for each matmul that reads it.
 The peak is that sum at the end of the forward pass, plus the larger of the head's workspace (a chunk of logits, its gradient,
 the gradient of the head's weight) and a layer's backward pass (its temporaries, and its gradients before they are
 accumulated). With recomputation a layer saves only its input, and its activations count for its backward pass.
+
+With `train.parallel.shard` = S, each rank has 1/S of all that is always allocated; an adapter and its optimizer state are whole
+on every rank. During a pass the embedding is whole, and so is its gradient in float32; in the head the same of its weight, and
+the last layer; in a layer's backward pass two layers (the next is being gathered) and two layers' gradients (the last one's
+are being added up over ranks, into 1/S of their size).
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.model import ALIGNMENT, bytes_per_number
+from headrace.model import ALIGNMENT, bytes_per_number, held_bytes
 from headrace.trainer.update_rules import AT_ONCE, CACHED
 
 if TYPE_CHECKING:
@@ -143,6 +149,8 @@ class TrainerMemory:
     process: int  # on a CPU, the process before it has a model
     optimizer_in_passes: int  # masters and moments that are on the device during a pass
     tokens: int  # in the largest pass
+    loading: int = 0  # on a CPU, the process with a model that is not in 4 bits yet
+    gathered: int = 0  # on several ranks: the embedding and its gradient, whole during a pass
 
     @property
     def resident(self) -> int:
@@ -154,7 +162,27 @@ class TrainerMemory:
     def total(self) -> int:
         """The peak of a pass, or of the optimizer step if that is higher."""
         step = self.resident - self.optimizer_in_passes + self.masters + self.moments + self.step
-        return max(self.resident + self.activations + max(self.head, self.layer), step)
+        passing = self.resident + self.gathered + self.activations + max(self.head, self.layer)
+        return max(passing, step, self.loading)
+
+
+@dataclass(frozen=True)
+class _WholeUnits:
+    """Bytes of what is whole on every rank of a sharded model while it is in use."""
+
+    outer: int = 0
+    head: int = 0
+    layers: int = 0
+
+    @classmethod
+    def of(cls, shape: ModelShape, *, width: int, shard: int, is_trained: bool) -> _WholeUnits:
+        if shard == 1:
+            return cls()
+        gradient = _WIDE if is_trained else 0
+        layer, embedding = shape.layer_matrices, shape.embedding
+        head = 0 if shape.is_tied else (width + gradient) * embedding
+        received = 2 * gradient * layer // shard
+        return cls((width + gradient) * embedding, head + width * layer, 2 * (width + gradient) * layer + received)
 
 
 def _moment_bytes(settings: TrainSettings, trained: int, *, outer: int, vectors: int, width: int) -> int:
@@ -187,18 +215,23 @@ def predict_memory(
     publishing: int = 0,
     adapter: int = 0,
     adapter_width: int = 0,
+    quantized: Sequence[int] = (),
 ) -> TrainerMemory:
-    """Predict for passes of at most `tokens` tokens. `num_parameters`: as counted in the model's files, 0 if unknown.
+    """Predict one rank's, for passes of at most `tokens` tokens. `num_parameters`: as counted in the model's files, 0 if
+    unknown.
     `frozen`: the numbers in each matrix that is not trained. `num_references`: frozen models of the same size.
     `publishing`: bytes that the weight sync takes in the same memory. `adapter`: numbers in the adapter that alone is trained,
-    if there is one, and `adapter_width`: what it computes per token and layer between its matrices."""
+    if there is one, and `adapter_width`: what it computes per token and layer between its matrices.
+    `quantized`: the numbers in each weight that is held in 4 bits."""
     costs = COMPILED if on_gpu else EAGER
     width = bytes_per_number(dtype)
     vectors = shape.vectors
     matrices = max(num_parameters - vectors, 0) or shape.matrices
-    weights = width * (matrices + adapter) + _WIDE * vectors
-    trained, vectors = (adapter, 0) if adapter else (matrices - sum(frozen), vectors)
-    outer = 0 if adapter else shape.embedding * ((1 if shape.is_tied else 2) - frozen.count(shape.embedding))
+    shard = settings.parallel.shard
+    unquantized = width * (matrices // shard + adapter) + _WIDE * vectors // shard
+    weights = unquantized - (width * sum(quantized) - sum(map(held_bytes, quantized))) // shard
+    trained, vectors = (adapter, 0) if adapter else ((matrices - sum(frozen)) // shard, vectors // shard)
+    outer = 0 if adapter else shape.embedding * ((1 if shape.is_tied else 2) - frozen.count(shape.embedding)) // shard
     masters = _WIDE * trained if width < _WIDE else 0
     moments = _moment_bytes(settings, trained, outer=outer, vectors=vectors, width=width)
     recomputes = settings.recompute == "layers"
@@ -213,11 +246,12 @@ def predict_memory(
     layer_gradients = adapter // shape.layers if adapter else shape.layer_matrices
     head_gradient = 0 if adapter else _WIDE * costs.head_gradients * shape.embedding
     # On a CPU a reference that follows the policy is copied into checkpoints; one that is mixed in is held in float32 too.
-    wide = 0 if on_gpu or settings.reference_mix == 1 or width == _WIDE else _WIDE * matrices
+    wide = 0 if on_gpu or settings.reference_mix == 1 or width == _WIDE else _WIDE * matrices // shard
     references = 0 if "reference" in settings.offload and on_gpu else num_references * weights
     copied = 0 if on_gpu or not settings.reference_every else wide or weights
     logits = min(costs.chunk_elements, tokens * shape.vocabulary)
     chunk = logits * (_WIDE * costs.wide_chunks + width * costs.narrow_chunks)
+    whole = _WholeUnits.of(shape, width=width, shard=shard, is_trained=not adapter)
     return TrainerMemory(
         weights=weights,
         masters=masters,
@@ -225,12 +259,15 @@ def predict_memory(
         moments=moments,
         references=references + wide,
         publishing=publishing,
-        saving=0 if on_gpu else _WIDE * ((adapter or matrices) + vectors) + moments + copied,
+        saving=0 if on_gpu else _WIDE * ((adapter or matrices // shard) + vectors) + moments + copied,
         activations=int(costs.spread * (layers * (tokens * _WIDE * shape.hidden if recomputes else saved) + size(OUTSIDE))),
-        head=int(chunk + head_gradient + _WIDE * tokens * shape.hidden),
-        layer=int((saved if recomputes else 0) + size(BACKWARD) + width * layer_gradients),
+        head=int(chunk + head_gradient + _WIDE * tokens * shape.hidden) + whole.head,
+        layer=int((saved if recomputes else 0) + size(BACKWARD) + width * (layer_gradients + max(quantized, default=0)))
+        + whole.layers,
         step=_step_bytes(shape, settings, trained, on_gpu=on_gpu),
         process=costs.process,
         optimizer_in_passes=0 if "optimizer" in settings.offload else masters + moments,
         tokens=tokens,
+        loading=0 if on_gpu or not quantized else costs.process + unquantized,
+        gathered=whole.outer,
     )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headrace.trainer.parallel import ParallelSettings
 
 _WIRE = 1  # of what ranks send each other: ranks of another number do not join
+_ON_DEVICE = ("shards", "replicas", "everyone")  # groups whose tensors are on the ranks' devices
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -82,6 +83,7 @@ class Ranks:
             return make(store, members.index(rank), len(members), limit, is_local=is_local)
 
         if ranks.device.type == "cuda":
+            ranks.device = torch.device("cuda", ranks.device.index or 0)
             torch.cuda.set_device(ranks.device)
         everyone = list(range(ranks.count))
         ranks.host = group("host", everyone, on_host=True)
@@ -110,10 +112,10 @@ class Ranks:
 
     def close(self) -> None:
         """Leave. Collectives in progress on other ranks fail."""
-        for name in ("shards", "replicas", "everyone", "host", "saving"):
+        for name in (*_ON_DEVICE, "host", "saving"):
             group = getattr(self, name)
             setattr(self, name, None)
-            if group is not None and group.name() == "nccl":
+            if group is not None and self.device.type == "cuda" and name in _ON_DEVICE:
                 group.abort()
 
     def wait(self, work: Any, what: str) -> None:  # noqa: ANN401

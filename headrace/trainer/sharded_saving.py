@@ -3,7 +3,7 @@
 Weights are whole float32 tensors, in a file for each unit of the model (a decoder layer, or what is outside of them). The ranks
 take turns as writers: the slices of a unit are sent to its writer through host memory, so that none holds more than its own
 part and one unit. The optimizer's state stays cut: `trainer/optimizer-RANK.safetensors` has a rank's slices, and the JSON file
-of the same name says what they are (`saved_state`). The folder is complete when all ranks have returned.
+of the same name says what they are (`saved_state`). The folder is complete when a rank returns.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def save(
         written += write_state(folder, REFERENCE, referred_to, first=arena.first, rank=ranks.shard_rank)
     for path in written:
         sync(path)
+    ranks.wait(ranks.saving.barrier(), "waiting for the others' files of a checkpoint")
     return {str(path.relative_to(folder)): fingerprint(path) for path in written}
 
 

@@ -122,7 +122,7 @@ class DeviceTrainer:
         self._sharding = self._shard(learner)
         self._weights = Arena.adopt(model) if self._sharding is None else self._sharding.arena
         # What is trained, as engines lay it out; an adapter is whole on every rank.
-        self.arena = self._weights if adapter is None else Arena.adopt(adapter.to(self._device, dtype))
+        self.arena = self._weights if adapter is None else Arena.adopt(adapter.narrow(model, dtype).to(self._device))
         self._head = Head(model, exact=exact)
         self._routers = find_readable_routers(model)
         for name in ("router_aux", "router_z"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,12 @@ def test_at_lag_0_all_but_those_named_are_one_run(folder: str) -> None:
         assert (curve == curves["default"]) == (way not in lag.DIFFERS_AT_0)
 
 
+def ended(curve: list[float]) -> Future[lag.Learned]:
+    future: Future[lag.Learned] = Future()
+    future.set_result(lag.Learned(curve, 0.0))
+    return future
+
+
 def test_an_interval_is_of_the_mean() -> None:
     assert lag.interval(np.full(10, 0.98)) == pytest.approx((0.98, 0.98))
     values = np.linspace(0.9, 1.1, 12)
@@ -55,8 +63,8 @@ def test_an_interval_is_of_the_mean() -> None:
 def test_seeds_are_compared_in_pairs() -> None:
     """Seed 1 learns twice as well at any lag: that is no difference between lags."""
 
-    def learn(way: str, each: int, seed: int) -> lag.Learned:
-        return lag.Learned([(1 + seed) * (0.45 if each else 0.5)] * 20, 0.0)
+    def learn(way: str, each: int, seed: int) -> Future[lag.Learned]:
+        return ended([(1 + seed) * (0.45 if each else 0.5)] * 20)
 
     *_, rows = lag._pair(learn, 8, 10)
     found = {row.name.rpartition(" ÷ ")[2]: row for row in rows}
@@ -68,6 +76,6 @@ def test_seeds_are_compared_in_pairs() -> None:
 def test_a_lag_is_compared_with_as_late_a_start() -> None:
     rising = [float(at) for at in range(1, 21)]
     late = [1.0] * 8 + rising[:-8]
-    *_, rows = lag._pair(lambda way, each, seed: lag.Learned(late if each else rising, 0.0), 8, 3)
+    *_, rows = lag._pair(lambda way, each, seed: ended(late if each else rising), 8, 3)
     (row,) = [row for row in rows if "begun 8 versions later" in row.name]
     assert row.value == 1

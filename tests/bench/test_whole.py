@@ -52,6 +52,13 @@ def test_learn(tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_ranks(tmp_path) -> None:
+    rows = run_bench(tmp_path, "ranks")
+    assert rows["8 ranks, long tail: spread of predicted time"]["value"] < 0.05
+    assert 0 < rows["sharded ÷ two trainers at once"]["value"] < 1.5
+
+
+@pytest.mark.long
 def test_lag(tmp_path) -> None:
     rows = run_bench(tmp_path, "lag")
     assert all(len(rows[f"{way}, lag {each}: area"]["curve"]) == 3 for way in lag.WAYS for each in (0, 2))
@@ -136,6 +143,7 @@ def test_lora(tmp_path) -> None:
     assert rows["bytes"]["value"] < rows["bytes"]["peers"]["base"] and rows["one adapter ÷ base"]["value"] > 0
     kl = {way: rows[f"version 1, {way}: KL against the trainer"]["value"] for way in ("live", "merged in bfloat16")}
     assert kl["live"] < 1e-9 < kl["merged in bfloat16"]
+    assert rows["trainer in 4 bits: KL against the trainer"]["value"] < 1e-9
 
 
 @pytest.mark.long

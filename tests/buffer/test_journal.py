@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from headrace.bench.stubs import answer
 from headrace.buffer import Entry, Group, GroupBuffer, Journal, JournalError
 from headrace.buffer.segments import Segments
 from headrace.records import Episode, InfraAbort, Scored
+from headrace.run.checkpoint import Checkpoint, CheckpointStore
 from headrace.run.policy import PolicyState
 
 if TYPE_CHECKING:
@@ -253,6 +255,26 @@ def test_a_damaged_copy_is_an_error_and_the_others_are_not(tmp_path: Path, said:
     assert "has a damaged entry" in str(second)
 
 
+def test_entries_that_are_queued_together_share_a_block_and_come_back_one_by_one(tmp_path: Path, said: list[str]) -> None:
+    journal, places = open_journal(tmp_path / "journal", said, in_thread=True), dict[int, Any]()
+
+    async def main() -> None:
+        journal.on_written = lambda number, place: places.update({number: place})
+        write(journal, 0)  # the thread has this one while the others are queued
+        for number in range(1, 80):
+            write(journal, number, size=1 + number % 3)
+        while len(places) < 80:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    assert len({place.block for place in places.values()}) == 4, "of 64 episodes at most, 2 or 3 more than that"
+    for number in (79, 3, 40, 0, 41):
+        size = 1 + number % 3 if number else 2
+        assert [episode.id for episode in journal.read(places[number])] == [f"g{number}/{index}" for index in range(size)]
+    journal.close(is_over=False)
+    assert {number: place for number, (_, place) in open_journal(tmp_path / "journal", said).recover().items()} == places
+
+
 def test_a_thread_writes_and_what_it_wrote_is_told_to_the_event_loop(tmp_path: Path, said: list[str]) -> None:
     journal, written = open_journal(tmp_path / "journal", said, in_thread=True), list[int]()
 
@@ -429,6 +451,49 @@ def test_an_aborted_episode_is_in_the_entry(tmp_path: Path, said: list[str]) -> 
     journal.write(Entry(group, 7, (lost,)))
     ((_, place),) = journal.recover().values()
     assert journal.read(place)[-1].outcome == InfraAbort("dead worker")
+
+
+def test_a_group_that_a_checkpoint_cannot_read_is_left_out_of_it(tmp_path: Path, said: list[str]) -> None:
+    buffer = GroupBuffer(batch=3, capacity=None, max_bytes=1, journal=open_journal(tmp_path / "journal", said))
+    put(buffer, 0, 1, 2)
+    (file,) = (tmp_path / "journal").iterdir()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+    async def weights(folder: Path) -> dict[str, list[int]]:
+        folder.mkdir(parents=True)  # noqa: ASYNC240
+        return {}
+
+    store = CheckpointStore(tmp_path / "checkpoints", rescue=tmp_path / "rescue", keep=1)
+    asyncio.run(store.save(4, write_weights=weights, buffered=buffer.groups(), in_flight=[], manifest={}))
+    checkpoint = store.latest(warn=said.append)
+    assert checkpoint is not None and not said
+    first, lost, third = checkpoint.buffered()
+    assert [len(group.episodes) for group in (first, lost, third)] == [2, 0, 2]
+    assert (lost.number, lost.num_episodes, lost.num_sampled) == (1, 2, group_of(1).num_sampled)
+
+
+def test_a_group_that_its_checkpoint_lost_counts_as_failed_and_is_replaced(tmp_path, monkeypatch) -> None:
+    settings = {**SETTINGS, "checkpoint": {"every": 2}}
+    kill(tmp_path / "run", monkeypatch, at=3, seen=Seen(), **settings)
+    shutil.rmtree(tmp_path / "run" / "journal")
+    manifests = sorted((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
+    state = json.loads(manifests[-1].read_text())
+    number = state["submitted_groups"]
+    state["submitted_groups"] += 1  # it was complete, and waited on disk
+    state["ledger"]["submitted"] += 4
+    manifests[-1].write_text(json.dumps(state))
+    original = Checkpoint.buffered
+
+    def with_lost(self: Checkpoint) -> Iterator[Group]:
+        yield from original(self)
+        yield Group.lost(number, num_episodes=4, num_sampled=80)
+
+    monkeypatch.setattr(Checkpoint, "buffered", with_lost)
+    result = small_run(tmp_path / "run", **settings)
+    accounting = result.summary["accounting"]
+    assert (accounting["failed"], accounting["trained"]) == (4, 6 * 16) and closes(result.summary)
 
 
 FAULTS: dict[str, tuple[dict[str, float], str]] = {

@@ -122,7 +122,7 @@ def test_an_engine_is_sent_what_it_pulled_and_no_more(tiny_model):
             take(value)
             most = max(most, len(far.worker._requests))
 
-        far.data._notices["work"] = count
+        far.data.notices["work"] = count
         calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=6))) for i in range(50)]
         calls += [asyncio.ensure_future(bench.pool.generate(prompt(length=96), Sampling())) for _ in range(10)]
         await until(lambda: calls[0].done())
@@ -331,6 +331,40 @@ def test_a_lost_engines_rollouts_go_on_from_what_it_told(tiny_model, monkeypatch
         for again in await asyncio.gather(*calls[2:]):
             assert again.finish_reason is FinishReason.LENGTH and again.num_sampled == 60 and len(again.calls) == 1
         assert [name for name in order if name not in ("r0", "r1")] == ["r2", "r3"]
+
+    run(check, tiny_model)
+
+
+def test_an_engine_that_leaves_finishes_its_calls_and_gets_no_others(tiny_model):
+    async def check(bench: Pooled) -> None:
+        first, second = await bench.join(slots=2), await bench.join(slots=2)
+        for far in (first, second):
+            slow(far, 0.01)
+        await until(lambda: first.remote.credit > 0 and second.remote.credit > 0)
+        begun = [asyncio.ensure_future(bench.pool.generate(prompt(f"a{i}", seed=i), Sampling(max_tokens=20))) for i in range(4)]
+        await until(lambda: first.requests and second.requests)
+        leaving = asyncio.ensure_future(bench.pool.drain(first.remote, seconds=60))
+        await asyncio.sleep(0)
+        more = [asyncio.ensure_future(bench.pool.generate(prompt(f"b{i}", seed=i), Sampling(max_tokens=4))) for i in range(4)]
+        ended = await asyncio.gather(*begun, *more)
+        await leaving
+        assert {rollout.finish_reason for rollout in ended} == {FinishReason.LENGTH}
+        assert {rollout.calls[-1].engine for rollout in ended[4:]} == {"engine-1"}
+        assert bench.pool.engines == [second.remote]
+
+    run(check, tiny_model)
+
+
+def test_an_engine_that_takes_too_long_to_leave_hands_its_calls_over(tiny_model, monkeypatch):
+    monkeypatch.setattr(worker, "TELL_SECONDS", 0.02)
+
+    async def check(bench: Pooled) -> None:
+        first = await bench.join(slots=2)
+        slow(first, 0.02)
+        call = asyncio.ensure_future(bench.pool.generate(prompt("r", seed=1), Sampling(max_tokens=60)))
+        await until(lambda: any(request.num_known > 1 for request in first.requests))
+        await bench.pool.drain(first.remote, seconds=0.1)
+        assert (await call).finish_reason is FinishReason.ABORT and not bench.pool.engines
 
     run(check, tiny_model)
 
@@ -746,7 +780,7 @@ def sent_tokens(far: Far) -> tuple[list[int], list[int]]:
         back.extend(value["rollouts"]["rollouts"]["length"])
         done(value)
 
-    far.data._notices["work"], far.remote.data._notices["done"] = take_work, take_done  # type: ignore[union-attr]
+    far.data.notices["work"], far.remote.data.notices["done"] = take_work, take_done  # type: ignore[union-attr]
     return to, back
 
 
@@ -805,12 +839,12 @@ def test_a_call_cancelled_while_its_rollout_is_asked_for_gives_its_place_back(ti
         await until(lambda: far.remote.credit == 4)
         far.worker._held.clear()
         asked, take = asyncio.Event(), far.remote._take_missing
-        far.remote.data._notices["missing"] = lambda keys: (call.cancel(), asked.set(), late.append(keys))  # type: ignore
+        far.remote.data.notices["missing"] = lambda keys: (call.cancel(), asked.set(), late.append(keys))  # type: ignore
         late: list[list[int]] = []
         call = asyncio.ensure_future(bench.pool.generate(first.append([7]), Sampling(max_tokens=9)))
         await asked.wait()
         await asyncio.gather(call, return_exceptions=True)
-        far.remote.data._notices["missing"] = take  # type: ignore[union-attr]
+        far.remote.data.notices["missing"] = take  # type: ignore[union-attr]
         take(late[0])
         await until(lambda: far.remote.credit == 4)
         assert not far.remote.requests and not far.worker._requests

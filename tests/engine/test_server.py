@@ -20,7 +20,8 @@ from test_server_text import byte_tokenizer
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.engine import NativeEngine
 from headrace.engine.server.address import bind, url_of
-from headrace.engine.server.app import MAX_BODY, CompletionServer
+from headrace.engine.server.app import CompletionServer
+from headrace.engine.server.http import MAX_BODY
 from headrace.engine.server.requests import NEUTRAL
 from headrace.engine.server.text import ServedModel
 from headrace.model.load import load_model, load_tokenizer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_server import CONTEXT, Bench, serving
 
-from headrace.engine.server.app import MAX_BODY
+from headrace.engine.server.http import MAX_BODY
 from headrace.model.tiny import build_tokenizer
 
 if TYPE_CHECKING:

@@ -230,6 +230,42 @@ def test_a_stream_tells_what_is_sampled_before_the_last_token_is() -> None:
     assert first[0] < first[1], "the first text came before the last token was sampled"
 
 
+def test_a_response_streams_what_is_sampled_before_the_last_token_is() -> None:
+    """The client's own helper, which puts the response together from its events: thinking, text, a tool call."""
+    engine = Answering(lambda text: f"<think>\nhm, hm\n</think>\n\none two three <b> four\n{CALL}{END}", template="qwen3")
+    sampled, told = [(0, 1)], dict[str, tuple[int, int]]()
+
+    async def between(done: int, of: int) -> None:
+        sampled.append((done, of))
+        await asyncio.sleep(0.01)
+
+    engine.between = between
+    tool: Any = {"type": "function", "strict": False, **ADD["function"]}
+
+    @headrace.agent
+    async def streaming(session) -> float:
+        async with opened(session) as client:
+            texts = {"response.reasoning_text.delta": "", "response.output_text.delta": ""}
+            async with client.responses.stream(model="m", input="go", tools=[tool]) as stream:
+                async for event in stream:
+                    told.setdefault(event.type, sampled[-1])
+                    if event.type in texts:
+                        texts[event.type] += event.delta
+            response = await stream.get_final_response()
+        thinking, message, call = response.output
+        assert (thinking.content[0].text, response.output_text) == ("hm, hm", "one two three <b> four") == tuple(texts.values())
+        assert message.id != thinking.id and call.name == "add" and response.status == "completed"
+        return 1.0
+
+    episode = run(streaming, engine)
+    assert episode.outcome == Scored(1.0), episode.outcome
+    check_exact(episode, engine)
+    for name in ("created", "reasoning_text.delta", "reasoning_text.done", "output_text.delta"):
+        done, of = told[f"response.{name}"]
+        assert done < of, f"{name} came before the last token was sampled"
+    assert told["response.function_call_arguments.delta"] == sampled[-1]
+
+
 def test_a_stream_that_is_left_is_sampled_to_its_end() -> None:
     engine = Answering(lambda text: f"a long story that goes on and on{END}")
 
@@ -253,7 +289,8 @@ def test_a_stream_that_is_left_is_sampled_to_its_end() -> None:
     assert episode.outcome == Scored(1.0) and "goes on and on" in text_of(episode.rollouts[0], engine)
 
 
-def test_a_stream_that_fails_midway_says_so() -> None:
+@pytest.mark.parametrize("interface", ["chat", "responses"])
+def test_a_stream_that_fails_midway_says_so(interface: str) -> None:
     engine = Answering(lambda text: f"a long story that goes on and on{END}")
 
     async def fails(done: int, of: int) -> None:
@@ -266,8 +303,12 @@ def test_a_stream_that_fails_midway_says_so() -> None:
     @headrace.agent
     async def agent(session) -> float:
         async with opened(session) as client:
+            if interface == "chat":
+                call = client.chat.completions.create(model="m", messages=[user("go")], stream=True)
+            else:
+                call = client.responses.create(model="m", input="go", stream=True)
             with pytest.raises(openai.APIError, match="the server failed: RuntimeError"):
-                _ = [each async for each in await client.chat.completions.create(model="m", messages=[user("go")], stream=True)]
+                _ = [each async for each in await call]
         engine.between = lambda *_: asyncio.sleep(0)
         await ask(session, user("go"))
         return 1.0

@@ -37,6 +37,28 @@ def test_later_calls_of_an_episode_go_before_the_first_calls_of_others():
     asyncio.run(main())
 
 
+def test_places_come_and_go_with_engines():
+    async def main() -> None:
+        limit = CallLimit(1)
+        calls = [asyncio.ensure_future(limit.acquire(is_first=True)) for _ in range(4)]
+        await settle()
+        limit.resize(3)
+        await settle()
+        assert [call.done() for call in calls] == [True, True, True, False] and limit.num_calls == 4
+        limit.resize(1)
+        for _ in range(2):
+            limit.release()
+            await settle()
+        assert not calls[3].done(), "two calls were too many"
+        limit.release()
+        await settle()
+        assert calls[3].done() and limit.num_calls == 1
+        limit.release()
+        assert limit.num_free == 1
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("is_handed_over", [False, True])
 def test_a_cancelled_call_leaves_its_place_to_the_next(is_handed_over):
     async def main() -> None:

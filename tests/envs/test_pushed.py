@@ -18,7 +18,7 @@ import pytest
 from agent_bench import END, Answering, client_of
 from helpers import small_run
 
-from headrace.envs import PushedEnvironment, make_environment, run_episode
+from headrace.envs import PushedEnvironment, make_environment, push_server, run_episode
 from headrace.envs.sampled_sequences import SampledSequences
 from headrace.envs.settings import EnvironmentSettings
 from headrace.records import Episode, InfraAbort, Rollout
@@ -148,6 +148,23 @@ def test_one_token_cannot_push_what_another_sampled() -> None:
         assert call(places.url, "/status", token=THEIRS)[1]["refused"] == {"not_sampled": 1, "env_id": 1}
         assert call(places.url, "/scored_data", {**group, "env_id": 0})[0] == 200, "nothing was lost by that"
         places.wait(2)
+
+
+def test_registrations_are_bounded(monkeypatch) -> None:
+    """An environment that has left is forgotten first, then the oldest; those of others stay."""
+    monkeypatch.setattr(push_server, "_MOST_ENVIRONMENTS", 2)
+    env = {"desired_name": "e", "group_size": SIZE, "weight": 1.0}
+    with Places() as places:
+
+        def is_known(id: int, token: str = OURS) -> bool:
+            return call(places.url, "/disconnect-env", {"env_id": id}, token=token)[0] == 200
+
+        assert call(places.url, "/register-env", env, token=THEIRS)[1]["env_id"] == 0
+        assert [call(places.url, "/register-env", env)[1]["env_id"] for _ in range(2)] == [1, 2]
+        assert is_known(2)
+        assert [call(places.url, "/register-env", env)[1]["env_id"] for _ in range(2)] == [3, 4]
+        assert [is_known(id) for id in range(1, 5)] == [False, False, True, True] and is_known(0, THEIRS)
+        assert call(places.url, "/register-env", {**env, "desired_name": "e" * 300})[0] == 400
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(AdapterError, match=f"lora.whole = '{wrong}': .*{told}"):
             add_adapter(tied, LoraSettings(rank=2, whole=(wrong,)))
-    with pytest.raises(ModelError, match=r"lora.whole names 'lm_head': the native engine's kernels"):
+    with pytest.raises(ModelError, match=r"lora.whole names 'lm_head', of which a batch on a GPU has one version"):
         settings = LoraSettings(rank=4, targets=("q_proj",), whole=("lm_head",))
         EngineCore(make_model(settings), name="e", slots=2, context=64, kernels=True, graphs=False)
     given = {"tasks": [{"source": "builtin:sort_digits"}], "lora.rank": 4, "lora.whole": ["lm_head"], "staleness.max_lag": 1}

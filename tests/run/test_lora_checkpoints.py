@@ -19,6 +19,7 @@ import headrace
 from headrace.cli import main
 from headrace.lora.peft_folder import WEIGHTS_FILE
 from headrace.model import load_model
+from headrace.observe import read_metrics
 
 if TYPE_CHECKING:
     from headrace.launch.launcher import RunResult
@@ -92,6 +93,22 @@ def test_exact_a_resumed_lora_run_is_bitwise_the_uninterrupted_one(tmp_path: Pat
     config = json.loads((theirs / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "killed" / "base")
     assert not {"model.safetensors", "config.json"} & {each.name for each in theirs.iterdir()}, "SFT made an adapter"
+
+
+def test_exact_a_run_in_four_bits_samples_and_trains_with_the_same_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    settings = {**LORA, "lora": {"rank": 4, "quantize": "nf4"}, "exact": True, "staleness": {"max_lag": 0}}
+    result = small_run(tmp_path / "run", **settings)
+    seen = read_metrics(result.folder / "metrics.jsonl")
+    assert [each["train/mismatch_max"] for each in seen] == [0.0] * 3
+    base, merged = tmp_path / "run" / "base", headrace.merge(result.folder, tmp_path / "merged")
+    assert (logits(merged) - logits(str(result.checkpoint))).abs().max() < 1e-5
+    further = small_run(tmp_path / "further", **settings, model={"path": str(result.checkpoint)})
+    assert not (tmp_path / "further" / "base").exists()
+    config = json.loads(Path(str(further.checkpoint), "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base), "the adapter belongs to the rounded model"
+    small_run(tmp_path / "again", **settings, model={"path": str(base)})
+    assert not (tmp_path / "again" / "base").exists(), "a rounded model needs no copy"
 
 
 def test_a_run_of_a_model_of_the_users_keeps_no_copy(trained: RunResult, tmp_path: Path) -> None:

@@ -172,12 +172,18 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
         table.add(GroupInFlight("policy", name, number, Task({})), indexes=range(2))
     outcomes = {"scored/0": Scored(1.0), "scored/1": Invalid("no answer"), "invalid/0": Invalid("no answer")}
     for id, outcome in {**outcomes, "unscored/0": None, "failed/0": InfraAbort("")}.items():
-        table.groups[id[:-2]].episodes[int(id[-1])].ended = episode(id, 3, outcome)
+        table.end(table.groups[id[:-2]].episodes[int(id[-1])], episode(id, 3, outcome))
+    assert table.num_unfinished == 18 - 5
     resumed = answer(0, version=3).replace(id="resumed/0", group="resumed")
     table.groups["resumed"].episodes[0].partials["resumed/0"] = resumed
     found = asyncio.run(table.over_age(Rejection(max_lag=2), next_version=6, held=5))
     assert found == {"grown": 7, "scored": 20, "unscored": 10, "resumed": 10}, "what will not be trained is lost too"
     assert asyncio.run(table.over_age(Rejection(max_lag=2), next_version=5, held=5)) == {}
+    cancelled, again = table.groups["unscored"].episodes[1], table.groups["failed"].episodes[0]
+    table.cancel("unscored")
+    table.end(cancelled, episode("unscored/1", 3, None))
+    table.end(again, None)
+    assert table.num_unfinished == sum(record.ended is None for record in table.episodes()) == 13 - 1 + 1
 
 
 # More than a batch needs

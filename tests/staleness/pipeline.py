@@ -76,6 +76,7 @@ class Pipeline:
 
     def _start_version(self) -> None:
         self._began, self._waited, self._held, self._queued, self._latencies = self.now, 0.0, 0.0, 10**9, []
+        self._left, self._arrivals = len(self.buffered) - (0 if self.training >= 0 else self.batch), []
 
     def run(self, controller: LagController | None = None, *, versions: int, depth: float = 1.0) -> None:
         """Train so many more versions, with the controller's depth or a fixed one."""
@@ -94,14 +95,14 @@ class Pipeline:
         self._start_version()
         while not self._tick():
             pass
-        left = len(self.buffered) if self.training >= 0 else 0
         latency = sum(self._latencies) / max(len(self._latencies), 1)
         seconds = self.now - self._began
         return Observation(
             seconds=seconds,
             waited=self._waited,
             held=self._held / seconds,
-            left=left,
+            left=self._left,
+            arrivals=tuple(self._arrivals),
             queued=self._queued,
             latency=latency,
         )
@@ -130,6 +131,7 @@ class Pipeline:
         self.scoring = [group for group in self.scoring if group.reward > 0]
         self.buffered += done
         self._latencies += [self.now - group.at for group in done]
+        self._arrivals += [self.now - self._began for _ in done]
         for group in done:
             self.bias.ended(group.number, [round(1000 * group.length)])
         if self.ahead is None:

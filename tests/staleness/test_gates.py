@@ -73,3 +73,12 @@ def test_auto_starts_two_batches_ahead_and_is_bounded_by_its_limit() -> None:
     assert "'auto' is 1 with orchestrate = 'inline'" in said
     ungated = make_recipe({"staleness.gate": "none"})
     assert make_gate(ungated).depth is None and ungated.max_lag == 8, "rejection has a bound all the same"
+
+
+def test_without_a_gate_the_slots_are_kept_busy_and_stragglers_hold_none() -> None:
+    """Three engines of 8 slots and batches of 4 groups of 4: 48 episodes may be unfinished, of however many groups."""
+    sizes = {"train.batch": 16, "train.group_size": 4, "engine.slots": 8, "engine.count": 3}
+    gate = make_gate(make_recipe({**sizes, "staleness.gate": "none", "staleness.reject": "never"}))
+    assert gate.is_open(version=0, submitted=40, dropped=0, unfinished=47)
+    assert not gate.is_open(version=0, submitted=40, dropped=0, unfinished=48)
+    assert gate.counts_episodes, "it may open when an episode ends, though its group is not complete"

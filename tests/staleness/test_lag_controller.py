@@ -128,7 +128,7 @@ def test_the_limit_is_never_passed() -> None:
 
 
 def test_a_slow_disk_now_and_then_moves_nothing() -> None:
-    steady = Observation(seconds=1.0, waited=0.01, held=0.1, left=0, queued=0, latency=0.5)
+    steady = Observation(seconds=1.0, waited=0.01, held=0.1, left=0, arrivals=(), queued=0, latency=0.5)
     controller = LagController(groups_per_batch=16, limit=8, start=1.0)
     for number in range(100):
         controller.observe(replace(steady, seconds=3.0, waited=0.0) if number % 10 == 9 else steady)

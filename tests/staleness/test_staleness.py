@@ -120,7 +120,7 @@ def test_depth_0_generates_and_trains_in_turn() -> None:
 
 
 def test_no_depth_is_bounded_by_the_end_of_the_run_alone() -> None:
-    gate = NoGate(groups_per_batch=4, steps=10)
+    gate = NoGate(groups_per_batch=4, episodes=10**9, steps=10)
     assert gate.is_open(version=0, submitted=39, dropped=0)
     assert not gate.is_open(version=0, submitted=40, dropped=0)
 

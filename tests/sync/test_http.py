@@ -23,6 +23,7 @@ from headrace.errors import SyncError
 from headrace.proof import proof
 from headrace.sync.http.server import ServedBuffers, authorization, write_head
 from headrace.sync.http.transport import HttpTransport, relay_places
+from headrace.tls import make_certificate
 
 TOKEN = "a token of this run"
 PIECE = 64 << 10
@@ -112,7 +113,7 @@ class Proxy:
     def up(self, client, server):
         with contextlib.suppress(OSError):
             while some := client.recv(1 << 16):
-                lines = some.decode().split("\r\n")
+                lines = some.decode(errors="replace").split("\r\n")
                 if any(line.startswith("Authorization") for line in lines):
                     self.ranges += [line.removeprefix("Range: ") for line in lines if line.startswith("Range")]
                 server.sendall(some)
@@ -248,6 +249,25 @@ def test_a_broken_connection_is_resumed_where_it_broke(made, sender):
     assert 3 * PIECE < starts[1] < 3 * PIECE + 1000 and starts[1] % PIECE, "in the midst of a piece"
     assert LONG <= proxy.num_down < LONG + 6 * 1000, "no byte travels twice"
     assert bucket.starts == list(range(0, LONG, PIECE))
+
+
+def test_between_hosts_all_of_it_is_encrypted(made):
+    """A connection that breaks is resumed, a relay serves what it has, and peers with another certificate are not read from."""
+    ours, theirs = make_certificate(), make_certificate()
+    sender, relay, impostor = made(certificate=ours), made(certificate=ours, is_relay=True), made(certificate=theirs)
+    content, place = post(sender)
+    proxy = made(Proxy, sender.relay_url, cuts=[3 * PIECE + 1000, 5 * PIECE])
+    source = proxy.url.replace("http:", "https:")
+    child = Job(made(certificate=ours), {**place, "sources": [relay.relay_url, sender.relay_url]})
+    parent = Job(relay, {**place, "sources": [source]})
+    for job in (parent, child):
+        assert torch.equal(job.end().flat, content)
+    assert not proxy.ranges, "the proxy can read a request"
+    post(impostor)
+    with pytest.raises(SyncError, match="another certificate"):
+        Job(made(certificate=ours, deadline=0.5), {**place, "sources": [impostor.relay_url]}).end()
+    with pytest.raises(SyncError, match="must be https://HOST:PORT"):
+        Job(made(certificate=ours), {**place, "sources": [sender.relay_url.replace("https", "http")]}).end()
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])

@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from trainer_ranks import CASES, read, resume, run_case, run_ranks
+from families import make
+from torch._C._distributed_c10d import FileStore
+from trainer_ranks import CASES, GROUPS, read, resume, run_case, run_ranks
 
 from headrace.durable import seal
+from headrace.model.load import prepare
+from headrace.model.tiny import build_tokenizer
+from headrace.settings import ConfigError
+from headrace.trainer import DeviceTrainer, ParallelSettings, RankError, Ranks, TrainSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,3 +99,35 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(two: Path, alone: dict[str,
         torch.testing.assert_close(ours[name][1], expected, atol=5e-3, rtol=0.0)
     difference = torch.cat([(ours[name][1].float() - each.float()).abs() for name, (_, each) in theirs.items()])
     assert float(difference.mean()) < (1e-4 if case in ("bfloat16", "float16") else 2e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("replicate", "shard"), [(2, 1), (2, 2), (1, 4)])
+def test_other_layouts_give_it_too(folder: Path, alone: dict[str, Found], replicate: int, shard: int, tmp_path: Path) -> None:
+    cases = ["plain", "clipped", "groups", "lora", "experts", "one pass"]
+    for case in cases:
+        (tmp_path / f"saved-{case}-1").symlink_to(folder / f"saved-{case}-1")
+    run_ranks(tmp_path, replicate=replicate, shard=shard, cases=cases)
+    for case in cases:
+        check(case, alone[case], tmp_path, ranks=replicate * shard, shard=shard)
+
+
+def test_a_rank_that_is_missing_or_of_another_layout_is_named(tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/missing"
+    with pytest.raises(RankError, match=r"of 2 trainer ranks, 1 did not join within 0.2 s"):
+        Ranks.join(ParallelSettings(shard=2), rank=0, address=address, timeout=0.2)
+    store = FileStore(str(tmp_path / "other"), 2)
+    store.set("joined/1", '{"wire": 0}')
+    with pytest.raises(RankError, match=r"rank 1 is not like rank 0: it has \{\"wire\": 0\}"):
+        Ranks.join(ParallelSettings(shard=2), rank=0, address=store, timeout=5)
+
+
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    ranks = Ranks(ParallelSettings(shard=2), rank=0, device=torch.device("cpu"))
+    model = prepare(make("llama"), name="llama")
+    for settings, told in (
+        ({"optimizer": "muon"}, "train.optimizer = 'muon' needs whole matrices"),
+        ({"kl": 0.1, "reference_every": 2, "parameters": GROUPS}, "train.reference_every"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            DeviceTrainer(model, tokenizer=build_tokenizer(), settings=TrainSettings(**settings), ranks=ranks)

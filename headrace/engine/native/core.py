@@ -96,9 +96,12 @@ class EngineCore:
         self.received = self.arena if self.adapter is None else Arena.adopt(self.adapter)  # what updates replace
         self.head = Head(model, exact=exact)
         self.keeps_addresses = has_kernels
-        if has_kernels and self.adapter is not None and (told := self.adapter.beyond_linear):
-            raise ModelError(f"{told}: the native engine's kernels do not apply that; leave it out, or run engines on the CPU")
-        twin = self._make_twin() if has_kernels else None  # before anything is hooked to the model
+        if has_kernels and adapter_places > 1 and self.adapter is not None and (told := self.adapter.beyond_linear):
+            raise ModelError(
+                f"{told}, of which a batch on a GPU has one version: set partial.interrupt to 'keep', serve its folder as "
+                f"the model, or run engines on the CPU"
+            )
+        twin = self._make_twin(adapter_places) if has_kernels else None  # before anything is hooked to the model
         self.routers = routers = find_readable_routers(model)
         shape = CacheShape.of(model)
         num_blocks = num_blocks or shape.choose_num_blocks(
@@ -141,10 +144,10 @@ class EngineCore:
         torch.cuda.reset_peak_memory_stats(device)
         return arena
 
-    def _make_twin(self) -> PreTrainedModel:
+    def _make_twin(self, adapter_places: int) -> PreTrainedModel:
         from headrace.engine.native.cuda.compiled import make_twin
 
-        return make_twin(self.model, self.arena)
+        return make_twin(self.model, self.arena, places=adapter_places)
 
     def _make_fast_runner(self, twin: PreTrainedModel, adapter_places: int) -> CudaRunner:
         from headrace.engine.native.cuda.adapters import AdapterBank

@@ -15,7 +15,7 @@ from headrace.engine.server.address import is_loopback
 from headrace.engine.server.body import ApiError, bad, check_token_ids, shown
 from headrace.engine.server.completion import Completion
 from headrace.engine.server.grammar import Grammars
-from headrace.engine.server.http import MAX_BODY, Events, bearer, error_response, explain, read_body
+from headrace.engine.server.http import Events, bearer, error_response, explain, listening, read_body
 from headrace.engine.server.metrics import Metrics
 from headrace.engine.server.requests import MAX_CHOICES, CompletionRequest
 from headrace.errors import in_words
@@ -76,32 +76,25 @@ class CompletionServer:
     @contextlib.asynccontextmanager
     async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
         """Answer requests while the block runs; at its end, end open streams and free the port."""
-        app = web.Application(middlewares=[self._around], client_max_size=MAX_BODY)
-        app.add_routes(
-            [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._completions),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{name:.+}", self._models),
-                web.get("/health", self._health),
-                web.get("/metrics", self._metrics_page),
-                web.post("/control/pause", self._pause),
-                web.post("/control/resume", self._resume),
-                web.post("/control/score", self._score),
-                web.get("/control/state", self._control_state),
-            ]
-        )
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
-        watch = asyncio.create_task(self._watch())
-        try:
-            await runner.setup()
-            await web.SockSite(runner, listener).start()
-            yield
-        finally:
-            watch.cancel()
-            self._end(ApiError(503, "the server is shutting down", code="shutting_down"))
-            await runner.cleanup()
-            listener.close()
+        routes = [
+            web.post("/v1/completions", self._completions),
+            web.post("/v1/chat/completions", self._completions),
+            web.get("/v1/models", self._models),
+            web.get("/v1/models/{name:.+}", self._models),
+            web.get("/health", self._health),
+            web.get("/metrics", self._metrics_page),
+            web.post("/control/pause", self._pause),
+            web.post("/control/resume", self._resume),
+            web.post("/control/score", self._score),
+            web.get("/control/state", self._control_state),
+        ]
+        async with listening(listener, routes, around=self._around, shutdown_seconds=_SHUTDOWN_SECONDS):
+            watch = asyncio.create_task(self._watch())
+            try:
+                yield
+            finally:
+                watch.cancel()
+                self._end(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     def fail(self, reason: str) -> None:
         """The engine is lost: end all requests instead of letting them wait. The first reason stands."""

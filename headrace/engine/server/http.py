@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from headrace.engine.protocol import PromptTooLong, UnusablePrompt
 from headrace.engine.server.body import ApiError, Body
 from headrace.engine.shaping import GrammarError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import AsyncIterator, Sequence
+
+    from aiohttp.typedefs import Middleware
 
 MAX_BODY = 16 * 2**20
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}  # of errors, by status
@@ -29,6 +37,57 @@ class Events(web.StreamResponse):
         """One event; those of OpenAI's responses have names."""
         head = f"event: {name}\n" if name else ""
         await self.write(f"{head}data: {json.dumps(event)}\n\n".encode())
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    listener: socket.socket,
+    routes: Sequence[web.RouteDef],
+    *,
+    around: Middleware,
+    max_body: int = MAX_BODY,
+    shutdown_seconds: float = 1.0,
+) -> AsyncIterator[None]:
+    """Answer requests while the block runs; at its end, end open streams and free the port."""
+    app = web.Application(middlewares=[around], client_max_size=max_body)
+    app.add_routes(routes)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_seconds)
+    try:
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        yield
+    finally:
+        await runner.cleanup()
+        listener.close()
+
+
+class LoopServer:
+    """Listens from when it is made until its event loop ends."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        routes: Sequence[web.RouteDef],
+        *,
+        name: str,
+        around: Middleware,
+        max_body: int = MAX_BODY,
+    ) -> None:
+        serving = self._serve(listening(listener, routes, around=around, max_body=max_body), name)
+        self._serving = asyncio.get_running_loop().create_task(serving)  # cancelled with all others at the end of a run
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it serves this event loop."""
+        return not self._serving.done() and self._serving.get_loop() is asyncio.get_running_loop()
+
+    async def _serve(self, server: contextlib.AbstractAsyncContextManager[None], name: str) -> None:
+        try:
+            async with server:
+                await asyncio.Event().wait()
+        except Exception:
+            logging.getLogger("headrace").exception("%s has failed", name)
+            raise
 
 
 def bearer(request: web.Request) -> str:

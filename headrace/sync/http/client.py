@@ -50,10 +50,20 @@ class Fetch:
     """Fetches one buffer `into` memory from which a relay serves it, and piece by piece from there into the target."""
 
     def __init__(
-        self, place: Place, target: Target, receiver: str, into: ServedBuffer, *, token: str, deadline: float, piece_bytes: int
+        self,
+        place: Place,
+        target: Target,
+        receiver: str,
+        into: ServedBuffer,
+        *,
+        token: str,
+        deadline: float,
+        piece_bytes: int,
+        fingerprint: str = "",
     ) -> None:
+        """`fingerprint`: of the run's certificate, if sources use TLS."""
         self._place, self._target, self._receiver, self._into = place, target, receiver, into
-        self._token, self._deadline, self._piece_bytes = token, deadline, piece_bytes
+        self._token, self._deadline, self._piece_bytes, self._fingerprint = token, deadline, piece_bytes, fingerprint
         self._at = 0  # bytes received so far
         self._moved = self._began = time.monotonic()  # when the last bytes arrived; when this source was tried
         self._sources: deque[str] = deque(place.sources)  # those not refused; the current one first
@@ -110,9 +120,10 @@ class Fetch:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise _Refused(f"is no address: {error}") from error
-        if parts.scheme != "http" or host is None or port is None:
-            raise _Refused("is no address; it must be http://HOST:PORT")
-        with connect(host, port, check=self._check) as connection:
+        scheme = "https" if self._fingerprint else "http"
+        if parts.scheme != scheme or host is None or port is None:
+            raise _Refused(f"is no address; it must be {scheme}://HOST:PORT")
+        with connect(host, port, check=self._check, fingerprint=self._fingerprint) as connection:
             self._ask(connection, parts.netloc)
             self._receive(connection)
 

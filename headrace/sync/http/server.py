@@ -12,6 +12,7 @@ import contextlib
 import re
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -54,13 +55,16 @@ def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[lis
     while not head.endswith(_END):
         check()
         try:
-            ahead = connection.recv(_MAX_HEAD - len(head), socket.MSG_PEEK)
+            ahead = _peek(connection, _MAX_HEAD - len(head))
         except TimeoutError:
             continue
         if not ahead:
             raise ConnectionError("closed the connection")
         text, end, _ = (head + ahead).partition(_END)
-        head += connection.recv(len(text + end) - len(head))
+        if isinstance(connection, ssl.SSLSocket):
+            head += ahead
+        else:
+            head += connection.recv(len(text + end) - len(head))
         if len(head) >= _MAX_HEAD and not end:
             raise BadHead(f"sent more than {_MAX_HEAD} bytes of headers", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
     try:
@@ -74,6 +78,12 @@ def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[lis
             raise BadHead("sent headers that cannot be read")
         headers[name.lower()] = value.strip()
     return first.split(" ", 2), headers
+
+
+def _peek(connection: socket.socket, most: int) -> bytes:
+    """What comes next: over TLS, which cannot tell without taking it, one byte that is taken."""
+    is_encrypted = isinstance(connection, ssl.SSLSocket)
+    return connection.recv(1) if is_encrypted else connection.recv(most, socket.MSG_PEEK)
 
 
 def write_head(first: str, headers: Mapping[str, str | int]) -> bytes:
@@ -198,12 +208,14 @@ class ServedBuffers:
 class BufferServer:
     """`wait`: seconds in which a buffer that is asked for may come to be offered, as at a relay."""
 
-    def __init__(self, buffers: ServedBuffers, *, token: str, host: str, deadline: float, wait: float) -> None:
+    def __init__(
+        self, buffers: ServedBuffers, *, token: str, host: str, deadline: float, wait: float, certificate: str = ""
+    ) -> None:
         self._buffers, self._token, self._deadline, self._wait = buffers, token, deadline, wait
         self.bytes_served = 0
         self._lock = threading.Lock()
-        self._server = Server(host, serve=self._converse, name="headrace-http")
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.port}"
+        self._server = Server(host, serve=self._converse, name="headrace-http", certificate=certificate)
+        self.url = f"{'https' if certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{self._server.port}"
 
     def close(self) -> None:
         """Cut off running answers. The caller has closed the buffers, so no answer waits for more bytes."""

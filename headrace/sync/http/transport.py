@@ -19,6 +19,7 @@ from headrace.errors import SyncError
 from headrace.sync.http.client import Fetch, Place
 from headrace.sync.http.server import BufferServer, ServedBuffers
 from headrace.sync.transport import Transport
+from headrace.tls import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,6 +56,7 @@ class HttpTransport(Transport):
 
     name = "http"
     listens = True
+    crosses_hosts = True
 
     def __init__(
         self,
@@ -64,11 +66,12 @@ class HttpTransport(Transport):
         deadline: float = 60.0,
         is_relay: bool = False,
         piece_bytes: int = PIECE_BYTES,
+        certificate: str = "",
     ) -> None:
-        """`host` is the address at which this end listens and others reach it."""
+        """`host` is the address at which this end listens and others reach it. With a certificate all of it is encrypted."""
         if not token:
             raise ValueError("token is empty: weights are only served to peers that know the run's token")
-        self._token, self._host, self._deadline = token, host, deadline
+        self._token, self._host, self._deadline, self._certificate = token, host, deadline, certificate
         self._is_relay, self._piece_bytes = is_relay, piece_bytes
         self._buffers = ServedBuffers()
         self._server: BufferServer | None = None
@@ -77,7 +80,8 @@ class HttpTransport(Transport):
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> HttpTransport:
-        return cls(token=config.token, host=config.host, deadline=config.deadline, is_relay=not is_sender)
+        how: dict[str, Any] = {"deadline": config.deadline, "is_relay": not is_sender, "certificate": config.certificate}
+        return cls(token=config.token, host=config.host, **how)
 
     @classmethod
     def routes(cls, place: Mapping[str, Plain], relays: Sequence[str]) -> list[Mapping[str, Plain]]:
@@ -114,7 +118,8 @@ class HttpTransport(Transport):
     def _serve(self) -> BufferServer:
         if self._server is None:
             wait = self._deadline if self._is_relay else 0.0  # a relay may learn of a buffer later than its readers
-            self._server = BufferServer(self._buffers, token=self._token, host=self._host, deadline=self._deadline, wait=wait)
+            how: dict[str, Any] = {"token": self._token, "host": self._host, "deadline": self._deadline, "wait": wait}
+            self._server = BufferServer(self._buffers, certificate=self._certificate, **how)
         return self._server
 
     # The receiver's end
@@ -135,6 +140,7 @@ class HttpTransport(Transport):
         try:
             with buffer.in_use():
                 how: dict[str, Any] = {"deadline": self._deadline, "piece_bytes": self._piece_bytes}
+                how["fingerprint"] = fingerprint(self._certificate)
                 Fetch(there, target, receiver, buffer, token=self._token, **how).run()
         except BaseException:
             self._buffers.drop(buffer)

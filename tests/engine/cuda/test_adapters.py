@@ -8,10 +8,13 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_device import DEVICE, ints
 from test_runner import assert_same, finish, make_model, prompt
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from headrace.engine.native.core import EngineCore
 from headrace.engine.native.cuda import attention, runner
@@ -19,27 +22,40 @@ from headrace.engine.native.cuda.adapters import add_low_rank
 from headrace.engine.native.cuda.runner import CudaRunner
 from headrace.engine.request import HeldAdapter, Request
 from headrace.lora import LoraSettings, adapter_of, add_adapter
-from headrace.model import StagedWeights
+from headrace.model import StagedWeights, prepare
 from headrace.records import Rollout, Sampling
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "initializer_range",
+)
 
 
 @pytest.mark.parametrize(
     ("widths", "inputs", "rows", "rank"),
-    [([24, 8, 8], 16, 7, 5), ([40], 1100, 20, 16), ([130, 10], 140, 70, 3)],
+    [([24, 8, 8], 16, 7, 5), ([40], 1100, 20, 16), ([130, 10], 140, 70, 3), ([70, 70], 40, 20, 3)],
 )
+@pytest.mark.parametrize("num_places", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])])  # not interpreted
 def test_each_row_gets_the_version_at_its_place(
-    widths: list[int], inputs: int, rows: int, rank: int, dtype: torch.dtype
+    widths: list[int], inputs: int, rows: int, rank: int, num_places: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     shapes = [*((rank, inputs) for _ in widths), *((width, rank) for width in widths)]
-    memory = torch.randn(3, sum(map(math.prod, shapes)), dtype=dtype, device=DEVICE)  # a version in each row, as in the bank
+    memory = torch.randn(
+        num_places, sum(map(math.prod, shapes)), dtype=dtype, device=DEVICE
+    )  # a version in each row, as in the bank
     parts = memory.split([math.prod(shape) for shape in shapes], dim=1)
     matrices = [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
     downs, ups = matrices[: len(widths)], matrices[len(widths) :]
     hidden = torch.randn(rows, inputs, dtype=dtype, device=DEVICE)
     output = torch.randn(rows, sum(widths), dtype=dtype, device=DEVICE)
-    places = torch.randint(0, 3, (rows,), dtype=torch.int32, device=DEVICE)
+    places = torch.randint(0, num_places, (rows,), dtype=torch.int32, device=DEVICE)
     found = add_low_rank(output, hidden, downs, ups, places, 0.5)
     place = places.long()
     added = [
@@ -49,8 +65,14 @@ def test_each_row_gets_the_version_at_its_place(
     wanted = output.float() + 0.5 * torch.cat(added, dim=1)
     between = [torch.einsum("pri,ni->npr", down.float(), hidden.float()) for down in downs]
     columns = torch.cat(between, dim=2).flatten(1).to(dtype)  # as a product with all the first matrices gives them
-    for each in (found, add_low_rank(torch.cat([output, columns], dim=1), hidden, downs, ups, places, 0.5)):
+    wide = torch.cat([output, columns], dim=1)
+    for each in (found, add_low_rank(wide, hidden, downs, ups, places, 0.5)):
         assert (each.float() - wanted).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * wanted.abs().max()
+    if widths == [70, 70]:
+        gated = F.silu(wanted[:, :70]) * wanted[:, 70:]
+        for given in (output, wide):
+            each = add_low_rank(given, hidden, downs, ups, places, 0.5, True).float()
+            assert (each - gated).abs().max() <= (1e-5 if dtype == torch.float32 else 3e-2) * gated.abs().max()
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +123,35 @@ def test_a_batch_of_several_versions_is_what_the_plain_engine_samples(places: in
     assert len(cores[0].runner._bank._rooms) == {2: 0, 3: 4}[places]  # one layer: the twin's linear layers that are targeted
 
 
+def test_experts_and_modules_trained_whole_run_beside_the_rows() -> None:
+    config = Qwen3MoeConfig(
+        **{name: getattr(make_model().config, name) for name in SIZES},
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+    )
+    found = []
+    for kernels in (True, False):
+        torch.manual_seed(0)
+        model = prepare(AutoModelForCausalLM.from_config(config).float().eval().to(DEVICE), name="small")
+        whole = ("lm_head", "embed_tokens", "norm", "q_proj")
+        adapter = add_adapter(model, LoraSettings(rank=3, alpha=6.0, targets=("all", "experts"), whole=whole), seed=1)
+        with torch.no_grad():
+            for index, tensor in enumerate(adapter.parameters()):
+                tensor.add_(0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index)).to(DEVICE))
+        core = EngineCore(model, name="e", slots=4, context=12, block_size=4, kernels=kernels, graphs=False, adapter_places=1)
+        found.append([generated(core, [None, None], num_tokens=2)])
+        core.received.flat[torch.float32].mul_(-1.5)  # in place, as updates arrive
+        core.runner.exchanged()
+        core.changed_weights(policy="p", lineage="l", version=1)
+        found[-1].append(generated(core, [None, None], num_tokens=2))
+    for ours, plain in zip(*found, strict=True):
+        for name in plain:
+            assert_same(ours[name], plain[name])
+    assert not np.array_equal(found[0][0]["r0"].logprobs, found[0][1]["r0"].logprobs)
+
+
 def leased(*, kernels: bool) -> dict[str, Rollout]:
     """A rollout that is running when an update comes and keeps its version, and one that begins later."""
     core, done = make_core(kernels=kernels), dict[str, Rollout]()
@@ -138,7 +189,7 @@ COMPILED = """
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from headrace.engine.native.cuda import compiled
 from headrace.engine.native.cuda.adapters import AdapterBank
 from headrace.lora import LoraSettings, adapter_of, add_adapter
@@ -152,20 +203,28 @@ class Causal:
         return F.scaled_dot_product_attention(*heads, is_causal=True, scale=spec.scaling).transpose(0, 1)
 
 torch.manual_seed(0)
-model = prepare(Qwen3ForCausalLM(Qwen3Config(
-    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-    head_dim=8, max_position_embeddings=64)).eval(), name="small")
-adapter = add_adapter(model, LoraSettings(rank=3, alpha=6.0), seed=1)
+same = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, max_position_embeddings=64)
+config, settings = {
+    "dense": lambda: (Qwen3Config(**same), LoraSettings(rank=3, alpha=6.0)),
+    "experts": lambda: (
+        Qwen3MoeConfig(**same, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+        LoraSettings(rank=3, alpha=6.0, targets=("all", "experts"), whole=("embed_tokens", "v_proj", "q_norm", "norm")),
+    ),
+}[KIND]()
+model = prepare(AutoModelForCausalLM.from_config(config).eval(), name="small")
+adapter = add_adapter(model, settings, seed=1)
 with torch.no_grad():
     for tensor in adapter.parameters():
         tensor.normal_()
-arena = Arena.adopt(model, room=compiled.room_for_adapter(model, 8))
-twin = compiled.make_twin(model, arena)
-bank = AdapterBank(adapter, Arena.adopt(adapter), slots=4)
+arena, places = Arena.adopt(model, room=compiled.room_for_adapter(model, PLACES)), PLACES
+twin = compiled.make_twin(model, arena, places=places)
+bank = AdapterBank(adapter, Arena.adopt(adapter), slots=4, places=places)
 bank.attach(model), bank.attach(twin)
 tokens = torch.arange(6)
 slots = torch.zeros(6, dtype=torch.int32)
 compiled.compile_layers(twin)
+assert sum(type(module).__name__ == "_GatedLayers" for module in twin.modules()) == (3 if KIND == "dense" else 0)
 
 def run(which):
     with torch.no_grad(), bank.adding(which, slots):
@@ -178,6 +237,14 @@ with torch.no_grad():
 assert (plain - without).abs().max() > 1e-2
 assert (run(model) - plain).abs().max() < 1e-4
 assert (run(twin) - plain).abs().max() < 1e-4
+with torch.no_grad():  # an update
+    for name, tensor in bank.arena.views.items():
+        tensor.mul_(1.5)
+bank.fill_rooms()
+with torch.no_grad():
+    updated = hidden_states(model, tokens, tokens, Causal())
+assert (updated - plain).abs().max() > 1e-2
+assert (run(twin) - updated).abs().max() < 1e-4
 layers = counters["stats"]["unique_graphs"]
 assert layers <= 4, f"{layers} graphs: each layer is compiled anew"
 """
@@ -185,9 +252,11 @@ assert layers <= 4, f"{layers} graphs: each layer is compiled anew"
 
 @pytest.mark.long
 @pytest.mark.skipif(DEVICE == "cuda", reason="interpreted; tests/gpu/test_graphs.py has the real ones")
-def test_layers_with_an_adapter_share_one_compilation() -> None:
+@pytest.mark.parametrize(("kind", "places"), [("dense", 8), ("dense", 1), ("experts", 1)])
+def test_layers_with_an_adapter_share_one_compilation(kind: str, places: int) -> None:
+    given = f"KIND, PLACES = {kind!r}, {places}\n{COMPILED}"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run([sys.executable, "-c", given], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -7,6 +7,7 @@ kernels read the place of a row's slot on the device, so that graphs stay valid 
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,20 +47,33 @@ def _sizes(rows: int, width: int, rank_pad: int) -> _Sizes:
     return _Sizes(16 if rows <= 64 else 32, 256, tile, 64 if rank_pad <= 128 else 32)
 
 
+@functools.cache
+def _launches_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one before it has ended, and wait for that itself."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @torch.library.custom_op("headrace::add_low_rank", mutates_args=())
 def add_low_rank(
-    output: Tensor, hidden: Tensor, downs: list[Tensor], ups: list[Tensor], places: Tensor, scale: float
+    output: Tensor,
+    hidden: Tensor,
+    downs: list[Tensor],
+    ups: list[Tensor],
+    places: Tensor,
+    scale: float,
+    is_gated: bool = False,
 ) -> Tensor:
     """`output` [rows, all widths] + scale · up · down · `hidden` [rows, inputs], where `downs` [places, rank, inputs] and `ups`
     [places, width, rank] are of up to three layers whose outputs lie side by side, and `places` [rows] says which a row uses.
-    All matrices have the same stride between places. If `output` has further columns, they are down · `hidden`: of each place,
-    of each layer."""
+    All matrices have the same stride between places. If `output` has further columns, the first are down · `hidden`: of each
+    place, of each layer. `is_gated`: of two layers, silu of the first times the second."""
     given, flat = output.reshape(-1, output.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
-    (rows, width), rank, widths = flat.shape, downs[0].shape[1], [up.shape[1] for up in ups]
+    (rows, width), (num_places, rank), widths = flat.shape, downs[0].shape[:2], [up.shape[1] for up in ups]
     rank_pad = max(16, triton.next_power_of_2(rank))
     sizes = _sizes(rows, width, rank_pad)
     tiles = [triton.cdiv(each, sizes.columns) for each in widths]
-    out = given.new_empty((rows, sum(widths)))
+    num_columns = widths[0] if is_gated else sum(widths)
+    out = given.new_empty((rows, num_columns))
     same: dict[str, Any] = {
         "RANK": rank, "RANK_PAD": rank_pad, "ROWS": sizes.rows,
         "PRECISION": "ieee" if flat.dtype == torch.float32 else "tf32",
@@ -76,18 +90,28 @@ def add_low_rank(
             flat, *[*downs, *downs[:1] * 2][:3], places, between,
             rows, width, share, flat.stride(0), downs[0].stride(0), between.stride(1), TILE=sizes.tile, **same,
         )  # fmt: skip
-    up_kernel[(triton.cdiv(rows, sizes.rows), sum(tiles))](
+    early = _launches_early(flat.device)
+    up_kernel[(triton.cdiv(rows, sizes.rows), tiles[0] if is_gated else sum(tiles))](
         given, between, *[*ups, *ups[:1] * 2][:3], places, out,
         rows, *[*widths, 0, 0][:3], *[*tiles, sum(tiles)][:2],
         ups[0].stride(0), given.stride(0), out.stride(0), *strides, scale,
-        SPLITS=splits, COLUMNS=sizes.columns, **same,
+        SPLITS=splits, COLUMNS=sizes.columns, IS_ONE=num_places == 1, IS_GATED=is_gated, IS_EARLY=early, **same,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return out.view(*output.shape[:-1], sum(widths))
+    return out.view(*output.shape[:-1], num_columns)
 
 
 @add_low_rank.register_fake
-def _(output: Tensor, hidden: Tensor, downs: list[Tensor], ups: list[Tensor], places: Tensor, scale: float) -> Tensor:
-    return output.new_empty((*output.shape[:-1], sum(up.shape[1] for up in ups)))
+def _(
+    output: Tensor,
+    hidden: Tensor,
+    downs: list[Tensor],
+    ups: list[Tensor],
+    places: Tensor,
+    scale: float,
+    is_gated: bool = False,
+) -> Tensor:
+    return output.new_empty((*output.shape[:-1], ups[0].shape[1] if is_gated else sum(up.shape[1] for up in ups)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,17 +120,18 @@ class RowAdapters:
 
     places: Tensor  # [rows] int32
     scale: float
+    has_rooms: bool  # products of all the first matrices are computed with those of the layers that have room for them
 
-    def add(self, output: Tensor, hidden: Tensor, targets: Sequence[Target]) -> Tensor:
+    def add(self, output: Tensor, hidden: Tensor, targets: Sequence[Target], *, is_gated: bool = False) -> Tensor:
         downs, ups = [], []
         for target in targets:
             assert target.versions is not None
             downs.append(target.versions[0])
             ups.append(target.versions[1])
         width, num_columns = sum(up.shape[1] for up in ups), len(downs[0]) * sum(down.shape[1] for down in downs)
-        if output.shape[-1] != width + num_columns:  # nobody has multiplied by all of `downs`
+        if not self.has_rooms or output.shape[-1] < width + num_columns:
             output = output[..., :width]
-        added: Tensor = add_low_rank(output, hidden.to(downs[0].dtype), downs, ups, self.places, self.scale)
+        added: Tensor = add_low_rank(output, hidden.to(downs[0].dtype), downs, ups, self.places, self.scale, is_gated)
         return added
 
 
@@ -115,12 +140,13 @@ class AdapterBank:
 
     def __init__(self, adapter: Adapter, arena: Arena, *, slots: int, places: int = ADAPTER_PLACES) -> None:
         """`arena`: of the newest version, which moves to place 0. `places`: for so many versions at first."""
-        self.arena, self.scale = arena, adapter.settings.scale
+        self.arena, self.scale, self._beyond_linear = arena, adapter.settings.scale, adapter.beyond_linear
         self._held: dict[int, HeldAdapter] = {}  # by place
         self._given = np.zeros(slots + 1, dtype=np.int32)
         self.places = torch.zeros(slots + 1, dtype=torch.int32, device=arena.device)
         self._models: list[PreTrainedModel] = []
         self._rooms: list[tuple[Tensor, Tensor]] = []  # behind the weights of a linear layer, and what belongs there
+        self._copies: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # of a place: the rooms, and their content
         self._allocate(places)
 
     def attach(self, model: PreTrainedModel) -> None:
@@ -132,15 +158,18 @@ class AdapterBank:
     @torch.no_grad()
     def fill_rooms(self, place: int = 0) -> None:
         """Copy the first matrices of a version behind the weights whose product computes them too."""
-        if self._rooms:
-            torch._foreach_copy_([room[place] for room, _ in self._rooms], [versions[place] for _, versions in self._rooms])
+        if not self._rooms:
+            return
+        if place not in self._copies:  # kept: decoding waits while hundreds of tensors are made
+            self._copies[place] = [room[place] for room, _ in self._rooms], [versions[place] for _, versions in self._rooms]
+        torch._foreach_copy_(*self._copies[place])
 
     @contextlib.contextmanager
     def adding(self, model: PreTrainedModel, slots: Tensor) -> Iterator[None]:
         """Within it, a pass of the model adds to each row the adapter of its slot."""
         adapter = adapter_of(model)
         assert adapter is not None
-        adapter.by_row = RowAdapters(self.places.index_select(0, slots), self.scale).add
+        adapter.by_row = RowAdapters(self.places.index_select(0, slots), self.scale, bool(self._rooms)).add
         try:
             yield
         finally:
@@ -169,6 +198,7 @@ class AdapterBank:
 
     def grow(self) -> None:
         """Twice as many places, in other memory: no step may run."""
+        assert not self._beyond_linear, f"{self._beyond_linear}, of which a batch on a GPU has one version"
         before = self._memory
         self._rooms.clear()  # they have no place for more versions
         self._allocate(2 * len(before))
@@ -202,6 +232,7 @@ class AdapterBank:
         self.fill_rooms(place)
 
     def _point(self, model: PreTrainedModel) -> None:
+        self._copies.clear()
         for module in model.modules():
             target = target_of(module)
             if target is not None:

@@ -8,6 +8,7 @@ can run meanwhile.
 from __future__ import annotations
 
 import copy
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -29,25 +30,34 @@ if TYPE_CHECKING:
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children of a module that read the same input
 _RECOMPILES = 64
+_WIDTHS = 128
 
 
-def make_twin(model: PreTrainedModel, arena: Arena) -> PreTrainedModel:
-    """A copy of the model's modules over the model's own tensors."""
+def make_twin(model: PreTrainedModel, arena: Arena, *, places: int = 1) -> PreTrainedModel:
+    """A copy of the model's modules over the model's own tensors. `places`: as in `room_for_adapter`."""
     adapter = adapter_of(model)
     shared = [*model.parameters(), *model.buffers(), *([] if adapter is None else adapter.parameters())]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    if (own := adapter_of(twin)) is not None:
+        own.settle_whole()
     for product in _products(twin):
-        _join(product, arena)
+        _join(product, arena, places)
+    for path, module in list(twin.named_modules()):
+        if _is_gated(module):
+            twin.set_submodule(path, _GatedLayers(module))
     return twin
 
 
 def room_for_adapter(model: PreTrainedModel, places: int) -> dict[str, int]:
-    """Rows to leave free behind weights, by name, for the first matrices of so many versions of the model's adapter."""
-    return {
-        product.weights[-1]: places * sum(len(target.down) for target in product.targets)
-        for product in _products(model)
-        if product.targets
-    }
+    """Rows to leave free behind weights, by name, for the first matrices of so many versions of the model's adapter. With them
+    a product's width is a multiple of what cuBLAS computes fast."""
+    room = {}
+    for product in _products(model):
+        if product.targets:
+            rows = sum(part.out_features for part in product.parts)
+            needed = places * sum(len(target.down) for target in product.targets)
+            room[product.weights[-1]] = -(-(rows + needed) // _WIDTHS) * _WIDTHS - rows
+    return room
 
 
 def attach_cache(model: PreTrainedModel, cache: PagedCache) -> None:
@@ -75,12 +85,13 @@ class _Part(nn.Module):
         self.headrace_target: Target | None = None
         self.headrace_room: Tensor | None = None
 
-    def add_targets(self, targets: Sequence[Target], index: int) -> None:
+    def add_targets(self, targets: Sequence[Target], index: int, places: int) -> None:
         """An adapter's targets: those of all the product's layers, of which this one's is at `index`."""
         self.headrace_targets, self.headrace_target = tuple(targets), targets[index]
         rows, ranks = sum(len(target.up) for target in targets), [len(target.down) for target in targets]
-        if len(self.weight) > rows:
-            self.headrace_room = self.weight[rows:].unflatten(0, (-1, sum(ranks))).split(ranks, dim=1)[index]
+        room = self.weight[rows : rows + places * sum(ranks)]
+        if len(room) == places * sum(ranks):
+            self.headrace_room = room.unflatten(0, (places, sum(ranks))).split(ranks, dim=1)[index]
 
     def forward(self, hidden: Tensor) -> Tensor:
         output = F.linear(hidden, self.weight, self.bias)
@@ -88,6 +99,51 @@ class _Part(nn.Module):
         if by_row is not None:
             output = by_row(output, hidden, self.headrace_targets)
         return output[..., self._start : self._stop]
+
+
+class _GatedLayers(nn.Module):
+    """down_proj(silu(gate_proj(x)) · up_proj(x)): one kernel adds the adapter to the first two and computes what follows."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = map(layers.get_submodule, ("gate_proj", "up_proj", "down_proj"))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate: Any = self.gate_proj
+        by_row = gate.headrace_target.adapter.by_row
+        if by_row is None:
+            inner = F.silu(gate(hidden)) * self.up_proj(hidden)
+        else:
+            inner = by_row(F.linear(hidden, gate.weight, gate.bias), hidden, gate.headrace_targets, is_gated=True)
+        output: Tensor = self.down_proj(inner)
+        return output
+
+
+class _Children(torch.fx.Tracer):
+    """Traces a module's own forward pass alone."""
+
+    def is_leaf_module(self, *_: object) -> bool:
+        return True
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Whether it computes what `_GatedLayers` does, with an adapter on layers that are one product."""
+    gate, activation = (getattr(module, name, None) for name in ("gate_proj", "act_fn"))
+    if not (isinstance(gate, _Part) and len(gate.headrace_targets) == 2 and isinstance(activation, nn.SiLU)):
+        return False
+    try:
+        graph = _Children().trace(module)
+    except torch.fx.proxy.TraceError:  # it branches on its input
+        return False
+    given, *steps, _ = graph.nodes
+    numbers = {node: index for index, node in enumerate([given, *steps])}
+    return [(step.target, [numbers[each] for each in step.args]) for step in steps] == [
+        ("gate_proj", [0]),
+        ("act_fn", [1]),
+        ("up_proj", [0]),
+        (operator.mul, [2, 3]),
+        ("down_proj", [4]),
+    ]
 
 
 class _Product(NamedTuple):
@@ -120,10 +176,10 @@ def _products(model: PreTrainedModel) -> list[_Product]:
     return found
 
 
-def _join(product: _Product, arena: Arena) -> None:
+def _join(product: _Product, arena: Arena, places: int) -> None:
     weight = _joined(arena, product.weights)
-    if weight is None:
-        return
+    if weight is None or any(part.weight.data_ptr() not in _addresses(weight) for part in product.parts):
+        return  # such a part is trained whole
     bias = None
     if product.parts[0].bias is not None:
         bias = _joined(arena, [f"{name.removesuffix('weight')}bias" for name in product.weights])
@@ -135,9 +191,13 @@ def _join(product: _Product, arena: Arena) -> None:
     for index, (name, linear) in enumerate(zip(product.names, product.parts, strict=True)):
         part = _Part(weight, bias, start, start + linear.out_features)
         if product.targets:
-            part.add_targets(product.targets, index)
+            part.add_targets(product.targets, index, places)
         setattr(product.module, name, part)
         start += linear.out_features
+
+
+def _addresses(tensor: Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
 def _joined(arena: Arena, names: Sequence[str]) -> Tensor | None:

@@ -1,0 +1,283 @@
+"""The launcher's side of hosts that join a run: a listener, and of each host one connection to its `headrace join`.
+
+A host fetches the model if it has not got it, says what it offers, and then starts and kills engine processes as it is told:
+`JoinedProcess` is their `ProcessHandle`. The processes themselves connect as local ones do, over TLS.
+
+All of it runs in a thread with its own event loop, so that heartbeats go on while a reward or a breakpoint blocks the run's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace import __version__
+from headrace.launch.clock import ClockOffset
+from headrace.launch.model_files import list_files, read_piece
+from headrace.records import frames
+from headrace.rpc import Listener, Peer, StreamClosed
+from headrace.settings import ConfigError, build
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.launch.placement import Order
+    from headrace.launch.settings import ClusterSettings
+    from headrace.records import Array
+    from headrace.rpc import Stream
+
+log = logging.getLogger("headrace.hosts")
+_MAX_BYTES = 1 << 20
+"""Of what a host may send at once."""
+_PING_SECONDS = 1.0
+_KILLED_SECONDS = 5.0
+"""How long a host may take to report that a process it was told to kill has ended."""
+_MOST_BACKLOG = 1 << 20
+_OFF_SECONDS = 5.0
+"""A clock that is off by more is mentioned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOffer:
+    """What a host says of itself when it joins."""
+
+    host: str
+    address: str
+    """At which other hosts reach it."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Of each engine that it will run."""
+    threads: int = 1
+    """torch's CPU threads of each engine, if the recipe does not say."""
+    folder: str = ""
+    """For logs."""
+    shared_folder: str = ""
+    model: str = ""
+    """Where it has the model."""
+
+
+@dataclass(eq=False)
+class Host:
+    """A host that has joined."""
+
+    number: int
+    peer: Peer
+    loop: asyncio.AbstractEventLoop
+    """Of the thread that talks to it."""
+    offer: HostOffer | None = None
+    is_gone: bool = False
+    processes: dict[str, JoinedProcess] = field(default_factory=dict)
+    ticks: ClockOffset = field(default_factory=ClockOffset)
+    """Of `time.perf_counter` there, which timelines are in."""
+    wall: ClockOffset = field(default_factory=ClockOffset)
+    """Of `time.time` there."""
+
+    @property
+    def name(self) -> str:
+        return self.offer.host if self.offer is not None else f"host {self.number}"
+
+    def tell(self, name: str, value: Any) -> None:  # noqa: ANN401
+        """From any thread; nothing is sent to a host that is gone or does not read."""
+        with contextlib.suppress(RuntimeError):  # the thread has ended
+            self.loop.call_soon_threadsafe(self._notify, name, value)
+
+    def _notify(self, name: str, value: Any) -> None:  # noqa: ANN401
+        if self.peer.stream.backlog < _MOST_BACKLOG:
+            with contextlib.suppress(StreamClosed):
+                self.peer.notify(name, value)
+
+    def dismiss(self, reason: str | None = None) -> None:
+        """From any thread: it is not needed any more."""
+
+        def close() -> None:
+            self._notify("end", reason)
+            self.peer.stream.close()  # once this has left
+
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(close)
+
+    def on_gone(self) -> None:
+        self.is_gone = True
+        for process in self.processes.values():
+            process.on_end(None)
+
+
+class JoinedProcess:
+    """An engine process that a joined host starts; a `ProcessHandle`."""
+
+    def __init__(self, name: str, host: Host) -> None:
+        self.pid = 0
+        self._name, self._host = name, host
+        self._has_ended = threading.Event()
+        self._status: int | None = None
+        self._killed_at: float | None = None
+        host.processes[name] = self
+        if host.is_gone:
+            self.on_end(None)
+
+    def order(self, order: Order) -> None:
+        self._host.tell("start", order.line())
+
+    def beat(self) -> None:
+        self._host.tell("beat", self._name)
+
+    def kill(self) -> None:
+        self._killed_at = self._killed_at or time.monotonic()
+        self._host.tell("kill", self._name)
+
+    def wait(self) -> int | None:
+        """None if the host is gone, and with it any news of the process."""
+        while not self._has_ended.wait(0.5):
+            if self._killed_at is not None and time.monotonic() - self._killed_at > _KILLED_SECONDS:
+                return None
+        return self._status
+
+    def describe(self) -> str:
+        return f"process {self.pid or '?'} on {self._host.name}{', which is gone' if self._host.is_gone else ''}"
+
+    def on_end(self, status: int | None) -> None:
+        self._status = status
+        self._has_ended.set()
+
+
+class _HostListener(Listener):
+    """Lets in everyone who proves the token."""
+
+    on_host: Callable[[Stream], None]
+
+    def _find(self, name: str, channel: str) -> tuple[int, asyncio.Future[Stream]]:
+        if channel != "host":
+            raise LookupError(channel)
+        arrived: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
+        arrived.add_done_callback(lambda done: self.on_host(done.result()))
+        return 0, arrived
+
+
+class Hosts:
+    """Runs the thread. `on_ready` and `on_leaving` are called in it, with the host."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        *,
+        token: str,
+        certificate: str,
+        heartbeat: float,
+        model: str,
+        on_ready: Callable[[Host], object],
+        on_leaving: Callable[[Host], None],
+        say: Callable[[str], object],
+    ) -> None:
+        self._settings, self._token, self._certificate, self._heartbeat = settings, token, certificate, heartbeat
+        self._on_ready, self._on_leaving, self._say = on_ready, on_leaving, say
+        self._model, self._files = model, list_files(model)
+        self._num_joined = 0
+        self._hosts: set[Host] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hosts", daemon=True)
+
+    def start(self) -> str:
+        """Begin to listen; returns the address for `headrace join`. Raises OSError if the port is in use."""
+        self._thread.start()
+        try:
+            return asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
+
+    async def _listen(self) -> str:
+        settings = self._settings
+        self._listener = await _HostListener.between_hosts(
+            settings.host, settings.port, token=self._token, certificate=self._certificate, address=settings.reached_at
+        )
+        self._listener.on_host = self._admit
+        return self._listener.address.replace("tls:", "tls://", 1)
+
+    def close(self) -> None:
+        """Tell all hosts that the run is over."""
+
+        async def close() -> None:
+            if hasattr(self, "_listener"):
+                self._listener.close()
+            for host in self._hosts:
+                host.dismiss()
+            await asyncio.sleep(0.1)  # lets that leave
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(close(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
+
+    # In the thread
+
+    def _admit(self, stream: Stream) -> None:
+        self._num_joined += 1
+        host = Host(self._num_joined, Peer(stream, max_bytes=_MAX_BYTES), self._loop)
+        host.peer.calls |= {"join": self._join, "read": self._read, "ready": lambda **told: self._ready(host, told)}
+        host.peer.notices |= {
+            "started": lambda told: setattr(host.processes[told["name"]], "pid", int(told["pid"])),
+            "ended": lambda told: host.processes[told["name"]].on_end(int(told["status"])),
+            "leaving": lambda _: self._on_leaving(host),
+        }
+        self._hosts.add(host)
+        for work in (self._listen_to(host), self._keep_pinging(host)):
+            task = self._loop.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _listen_to(self, host: Host) -> None:
+        try:
+            await host.peer.run()
+        except (StreamClosed, ValueError, LookupError, TypeError) as error:  # it is gone, or sends what cannot be read
+            log.info("%s: %s", host.name, error)
+        finally:
+            host.peer.stream.close()
+            self._hosts.discard(host)
+            host.on_gone()
+
+    async def _keep_pinging(self, host: Host) -> None:
+        """A host that leaves a ping unanswered for `heartbeat` seconds is gone. The answers tell how its clocks differ."""
+        with contextlib.suppress(StreamClosed):
+            while not host.is_gone:
+                asked, asked_at = time.perf_counter(), time.time()
+                try:
+                    told = await host.peer.call("ping", timeout=self._heartbeat)
+                except TimeoutError:
+                    log.warning("%s has not answered for %g s (heartbeat)", host.name, self._heartbeat)
+                    host.peer.stream.close()
+                    return
+                passed = time.perf_counter() - asked
+                host.ticks.add(told["ticks"] - asked - passed / 2, within=passed / 2)
+                host.wall.add(told["time"] - asked_at - passed / 2, within=passed / 2)
+                await asyncio.sleep(min(_PING_SECONDS, self._heartbeat / 4))
+
+    async def _join(self, version: str, schema: int) -> dict[str, Any]:
+        """The first call of a host; the answer names the model and its files."""
+        if (version, schema) != (__version__, frames.SCHEMA):
+            ours = f"{__version__} (wire schema {frames.SCHEMA})"
+            raise ConfigError(f"this host has headrace {version} (wire schema {schema}), and the run has {ours}; install that")
+        return {"model": self._model, "files": self._files}
+
+    async def _read(self, name: str, start: int) -> Array:
+        """A piece of one of the model's files."""
+        if name not in self._files:
+            raise LookupError(f"{name!r} is no file of the model")
+        return await asyncio.to_thread(read_piece, Path(self._model) / name, start)
+
+    async def _ready(self, host: Host, told: dict[str, Any]) -> None:
+        host.offer = build(HostOffer, told)
+        seconds = host.wall.seconds
+        if abs(seconds) > _OFF_SECONDS:
+            where = "ahead of" if seconds > 0 else "behind"
+            self._say(f"{host.name}'s clock is {abs(seconds):,.0f} s {where} this host's; its traces are corrected for it")
+        self._on_ready(host)

@@ -1,0 +1,197 @@
+"""`headrace join`: a host's side. It stays connected to the launcher and starts and kills engine processes as told.
+
+The processes are those of `headrace.launch.child`, which connect to the launcher themselves. When the launcher is gone they are
+killed, and the host joins again as soon as one listens there. SIGTERM or Ctrl-C lets the engines hand over what they generate
+and leaves; a second one leaves at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace import __version__
+from headrace.launch.folder import cache_folder
+from headrace.launch.hosts import HostOffer
+from headrace.launch.model_files import fetch_model
+from headrace.launch.placement import Order, pick_device
+from headrace.launch.process import ChildProcess
+from headrace.launch.stop import StopRequest
+from headrace.records import frames
+from headrace.rpc import Peer, RemoteError, StreamClosed, connect
+from headrace.settings import ConfigError
+from headrace.sync import shared_folder
+
+if TYPE_CHECKING:
+    from headrace.records import Array
+
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """What `headrace join` was told."""
+
+    url: str
+    token: str
+    engines: int = 1
+    device: str = "auto"
+    threads: int = 0
+    """0 shares the cores among the engines."""
+    address: str = ""
+    """Empty: the one from which this host reaches the launcher."""
+    folder: Path | None = None
+    """For logs; None makes a temporary one."""
+    wait: float = 600.0
+    """Seconds to wait for a launcher that does not listen, at first or again."""
+    grace: float = 30.0
+    """Seconds in which engines may finish what they generate before the host leaves."""
+
+
+def join(options: JoinOptions) -> int:
+    """Returns the exit status: 0 when the run is over or the host has left, 1 when there is no launcher any more. Raises
+    `ConfigError` if the launcher refuses this host."""
+    return asyncio.run(_Joiner(options).run())
+
+
+def device_names(wanted: str, engines: int) -> tuple[str, ...]:
+    """Each engine has a GPU of its own while there are enough."""
+    import torch
+
+    device = pick_device(wanted)
+    count = torch.cuda.device_count() if device == "cuda" else 0
+    return tuple(f"cuda:{index % count}" if count > 1 else device for index in range(engines))
+
+
+class _Joiner:
+    def __init__(self, options: JoinOptions) -> None:
+        self._options = options
+        self._address = f"tls:{options.url.removeprefix('tls://')}"
+        self._processes: dict[str, ChildProcess] = {}
+        self._is_over = False
+        """The run has ended, or this host has left it."""
+        self._folder = Path(options.folder or tempfile.mkdtemp(prefix="headrace-join-")).absolute()
+
+    async def run(self) -> int:
+        stop, is_stopped = StopRequest(), asyncio.Event()
+        with stop.heard_by(is_stopped.set):
+            heard_at = time.monotonic()
+            while not self._is_over:
+                peer = await self._connect()
+                if peer is not None:
+                    await self._stay(peer, is_stopped)
+                    heard_at = time.monotonic()
+                elif time.monotonic() - heard_at > self._options.wait:
+                    print(f"no launcher has listened at {self._options.url} for {self._options.wait:g} s", flush=True)
+                    return 1
+                if not self._is_over and is_stopped.is_set():
+                    break
+                if not self._is_over:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(is_stopped.wait(), _RETRY_SECONDS)
+        return 0
+
+    async def _connect(self) -> Peer | None:
+        """None if nobody listens there."""
+        try:
+            stream = await connect(self._address, token=self._options.token, name=platform.node(), channel="host")
+        except (PermissionError, StreamClosed) as error:
+            refused = f"{self._options.url} refuses this host: it has another token (HEADRACE_TOKEN, --token-file)"
+            raise ConfigError(f"{refused}, or another version of headrace ({error})") from error
+        except ValueError as error:
+            raise ConfigError(f"{self._options.url}: must be [tls://][FINGERPRINT@]HOST:PORT") from error
+        except (OSError, TimeoutError):
+            return None
+        notices = {"start": self._start, "beat": self._beat, "kill": self._kill, "end": self._end}
+        return Peer(stream, calls={"ping": self._ping}, notices=notices)
+
+    async def _stay(self, peer: Peer, is_stopped: asyncio.Event) -> None:
+        """Join, and serve until the launcher ends or is gone, or this host leaves."""
+        self._peer, self._loop = peer, asyncio.get_running_loop()
+        reading, stopping = asyncio.ensure_future(peer.run()), asyncio.ensure_future(is_stopped.wait())
+        try:
+            await self._introduce(peer)
+            await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                print("leaving the run", flush=True)
+                peer.notify("leaving", None)
+                self._is_over = True
+                await asyncio.wait({reading}, timeout=self._options.grace)
+        except StreamClosed:
+            pass
+        except RemoteError as error:
+            if error.is_config:
+                raise ConfigError(f"{self._options.url} refuses this host: {error.message}") from error
+            raise
+        finally:
+            for task in (reading, stopping):
+                task.cancel()
+            await asyncio.wait({reading})
+            peer.stream.close()
+            for process in self._processes.values():
+                process.kill()
+            await asyncio.to_thread(lambda: [process.wait() for process in list(self._processes.values())])
+            self._processes.clear()
+
+    async def _introduce(self, peer: Peer) -> None:
+        options = self._options
+        told = await peer.call("join", version=__version__, schema=frames.SCHEMA)
+
+        def read(name: str, start: int) -> Array:
+            piece: Array = asyncio.run_coroutine_threadsafe(peer.call("read", name=name, start=start), self._loop).result()
+            return piece
+
+        offer = HostOffer(
+            host=platform.node(),
+            address=options.address or peer.stream.own_host,
+            devices=await asyncio.to_thread(device_names, options.device, options.engines),
+            threads=options.threads or max(1, (os.cpu_count() or 1) // options.engines),
+            folder=str(self._folder),
+            shared_folder=str(shared_folder()),
+            model=await asyncio.to_thread(fetch_model, told["model"], told["files"], cache=cache_folder(), read=read),
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        await peer.call("ready", **{**asdict(offer), "devices": list(offer.devices)})
+        print(f"joined {options.url} with {', '.join(offer.devices)}; logs in {self._folder}", flush=True)
+
+    # What the launcher tells
+
+    async def _ping(self) -> dict[str, float]:
+        return {"ticks": time.perf_counter(), "time": time.time()}
+
+    def _start(self, line: str) -> None:
+        order = Order.read(line)
+        process = self._processes[order.name] = ChildProcess(order.name, order.placement)
+        process.order(order)
+        self._peer.notify("started", {"name": order.name, "pid": process.pid})
+        threading.Thread(target=self._report_end, args=(self._peer, order.name, process), daemon=True).start()
+
+    def _report_end(self, peer: Peer, name: str, process: ChildProcess) -> None:
+        status = process.wait()
+
+        def report() -> None:
+            with contextlib.suppress(StreamClosed):
+                peer.notify("ended", {"name": name, "status": status})
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(report)
+
+    def _beat(self, name: str) -> None:
+        if name in self._processes:
+            self._processes[name].beat()
+
+    def _kill(self, name: str) -> None:
+        if name in self._processes:
+            self._processes[name].kill()
+
+    def _end(self, reason: str | None) -> None:
+        self._is_over = True
+        print(f"the run has let this host go{': ' + reason if reason else ''}", flush=True)

@@ -1,0 +1,60 @@
+"""A model's folder on a host that shares no filesystem with the launcher: its files are listed, read and written in pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.settings import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from headrace.records import Array
+
+_PIECE_BYTES = 8 << 20
+
+
+def list_files(model: str) -> dict[str, list[int]]:
+    """Size and time of each file in a model's folder, by its path there; empty for a name of the hub, which hosts look up."""
+    folder = Path(model)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock") if folder.is_dir() else []
+    return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+
+
+def read_piece(path: Path, start: int) -> Array:
+    with path.open("rb") as file:
+        file.seek(start)
+        return np.frombuffer(file.read(_PIECE_BYTES), np.uint8)
+
+
+def fetch_model(model: str, files: Mapping[str, list[int]], *, cache: Path, read: Callable[[str, int], Array]) -> str:
+    """The model's folder in a cache, fetched unless it is there from before; a name of the hub is returned as it is.
+    `read(name, start)` returns the next piece of a file."""
+    if not files:
+        return model
+    digest = hashlib.sha256(json.dumps([model, files], sort_keys=True).encode()).hexdigest()[:16]
+    target = cache / "joined" / digest
+    if target.is_dir():
+        return str(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=target.parent) as temporary:
+        made = Path(temporary, "model")
+        for name, (size, _) in files.items():
+            path = made / name
+            if ".." in path.parts or Path(name).is_absolute():
+                raise ConfigError(f"the model has a file outside its folder: {name!r}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                while (start := file.tell()) < size:
+                    if not file.write(read(name, start).data):
+                        raise ConfigError(f"{model}/{name} has become shorter while it was fetched")
+        with contextlib.suppress(OSError):  # another process of this host was faster
+            made.rename(target)
+    return str(target)

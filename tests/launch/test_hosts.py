@@ -1,0 +1,263 @@
+"""The launcher's side of hosts that join: who is let in, what they are told, and what becomes of those that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from headrace import __version__
+from headrace.config import make_recipe
+from headrace.launch.clock import ClockOffset
+from headrace.launch.hosts import Hosts, JoinedProcess
+from headrace.launch.joining import JoinOptions, join
+from headrace.launch.model_files import fetch_model, list_files, read_piece
+from headrace.launch.settings import ClusterSettings, read_token
+from headrace.records import frames
+from headrace.rpc import Peer, RemoteError, connect
+from headrace.settings import ConfigError
+from headrace.tls import make_certificate
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+TOKEN, CERTIFICATE = "t" * 32, make_certificate()
+
+
+class Run:
+    """A launcher's hosts, and what they report."""
+
+    def __init__(self, model: str, *, heartbeat: float = 30.0) -> None:
+        self.ready, self.leaving, self.said = [], [], []
+        self.has_news = threading.Event()
+
+        def on_ready(host: object) -> None:
+            self.ready.append(host)
+            self.has_news.set()
+
+        self.hosts = Hosts(
+            ClusterSettings(listen="127.0.0.1:0"),
+            token=TOKEN,
+            certificate=CERTIFICATE,
+            heartbeat=heartbeat,
+            model=model,
+            on_ready=on_ready,
+            on_leaving=self.leaving.append,
+            say=self.said.append,
+        )
+        self.url = self.hosts.start()
+
+    @contextlib.asynccontextmanager
+    async def joined(self, *, clock: float = 0.0) -> AsyncIterator[tuple[Peer, list[Any]]]:
+        """A host whose clocks are off, and the notices it gets."""
+        stream = await connect(f"tls:{self.url.removeprefix('tls://')}", token=TOKEN, name="far", channel="host")
+        heard: list[Any] = []
+
+        async def ping() -> dict[str, float]:
+            return {"ticks": time.perf_counter() + clock, "time": time.time() + clock}
+
+        names = ("start", "beat", "kill", "end")
+        notices = {name: lambda value, name=name: heard.append((name, value)) for name in names}
+        peer = Peer(stream, calls={"ping": ping}, notices=notices)
+        reading = asyncio.ensure_future(peer.run())
+        try:
+            yield peer, heard
+        finally:
+            stream.close()
+            reading.cancel()
+            await asyncio.wait({reading})
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    folder = tmp_path / "model"
+    (folder / "more").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "more" / "weights").write_bytes(np.random.default_rng(0).bytes(20_000_000))
+    (folder / ".lock").touch()
+    return str(folder)
+
+
+@pytest.fixture
+def run(model) -> Iterator[Run]:
+    made = Run(model)
+    yield made
+    made.hosts.close()
+
+
+def test_a_host_with_another_token_is_refused(run):
+    for token in ("x", ""):
+        with pytest.raises(ConfigError, match="refuses this host: it has another token"):
+            join(JoinOptions(url=run.url, token=token, wait=5))
+    assert not run.ready
+
+
+def test_a_host_with_another_version_is_told_both(run):
+    async def main() -> None:
+        async with run.joined() as (peer, _):
+            told = f"this host has headrace 0.0.1 .wire schema 1., and the run has {__version__}"
+            with pytest.raises(RemoteError, match=told):
+                await peer.call("join", version="0.0.1", schema=1)
+
+    asyncio.run(main())
+
+
+def test_nobody_at_the_address_is_waited_for(capsys):
+    assert join(JoinOptions(url="tls://127.0.0.1:9", token=TOKEN, wait=0)) == 1
+    assert "no launcher has listened at tls://127.0.0.1:9" in capsys.readouterr().out
+
+
+def test_a_model_crosses_in_pieces_and_is_kept(run, model, tmp_path):
+    async def main() -> str:
+        loop = asyncio.get_running_loop()
+        async with run.joined() as (peer, _):
+            told = await peer.call("join", version=__version__, schema=frames.SCHEMA)
+
+            def read(name: str, start: int) -> Any:
+                return asyncio.run_coroutine_threadsafe(peer.call("read", name=name, start=start), loop).result()
+
+            how = {"cache": tmp_path / "cache", "read": read}
+            made = await asyncio.to_thread(fetch_model, told["model"], told["files"], **how)
+            with pytest.raises(RemoteError, match="no file of the model"):
+                await peer.call("read", name="../secret", start=0)
+            assert fetch_model(told["model"], told["files"], cache=tmp_path / "cache", read=None) == made
+        return made
+
+    made = asyncio.run(main())
+    ours, theirs = list_files(model), list_files(made)
+    assert {name: size for name, (size, _) in ours.items()} == {name: size for name, (size, _) in theirs.items()}
+    assert len(ours) == 2
+    for name in ours:
+        assert np.array_equal(read_piece(tmp_path / "model" / name, 12_345), read_piece(tmp_path / made / name, 12_345))
+
+
+def test_a_model_may_not_write_elsewhere(tmp_path):
+    with pytest.raises(ConfigError, match="outside its folder"):
+        fetch_model("m", {"../../x": [1, 0]}, cache=tmp_path, read=lambda *_: np.zeros(1, np.uint8))
+    assert fetch_model("name/of-the-hub", {}, cache=tmp_path, read=None) == "name/of-the-hub"
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110  (it changes in another thread)
+            await asyncio.sleep(0.01)
+
+
+async def offer(peer: Peer) -> None:
+    await peer.call("ready", host="far", address="10.0.0.9", devices=["cpu"], threads=1, folder="/x", model="m")
+
+
+def test_a_clock_that_is_an_hour_off_is_named_and_measured(run):
+    async def main() -> None:
+        async with run.joined(clock=-3600.0) as (peer, _):
+            await until(lambda: any(host.wall.seconds for host in run.hosts._hosts))
+            await offer(peer)
+
+    asyncio.run(main())
+    assert "far's clock is 3,600 s behind this host's" in run.said[0]
+    assert run.ready[0].ticks.seconds == pytest.approx(-3600, abs=0.5)
+    assert run.ready[0].wall.seconds == pytest.approx(-3600, abs=0.5)
+
+
+def test_a_difference_between_clocks_that_may_be_none_is_none():
+    offset = ClockOffset()
+    assert offset.seconds == 0
+    offset.add(0.004, within=0.005)
+    assert offset.seconds == 0
+    offset.add(0.0035, within=0.002)
+    offset.add(0.3, within=0.4)
+    assert offset.seconds == 0.0035, "the closest counts"
+
+
+def test_a_host_is_told_what_to_start_and_a_process_ends_with_it(run):
+    async def main() -> None:
+        async with run.joined() as (peer, heard):
+            await offer(peer)
+            host = run.ready[0]
+            first, second = JoinedProcess("engine-1", host), JoinedProcess("engine-2", host)
+            first.beat()
+            second.kill()
+            await until(lambda: len(heard) == 2)
+            assert heard == [("beat", "engine-1"), ("kill", "engine-2")]
+            peer.notify("started", {"name": "engine-1", "pid": 77})
+            peer.notify("ended", {"name": "engine-2", "status": -9})
+            assert await asyncio.to_thread(second.wait) == -9
+            peer.notify("leaving", None)
+            await until(lambda: run.leaving)
+            assert first.describe() == "process 77 on far"
+        assert await asyncio.to_thread(first.wait) is None
+        assert first.describe() == "process 77 on far, which is gone"
+        assert JoinedProcess("engine-3", host).wait() is None
+
+    asyncio.run(main())
+
+
+def test_a_host_that_falls_silent_is_gone_after_the_heartbeat(model):
+    run = Run(model, heartbeat=0.3)
+
+    async def main() -> None:
+        async with run.joined() as (peer, _):
+            await offer(peer)
+            process = JoinedProcess("engine-1", run.ready[0])
+
+            async def never() -> None:
+                await asyncio.Event().wait()
+
+            peer.calls["ping"] = never
+            began = time.monotonic()
+            assert await asyncio.to_thread(process.wait) is None
+            assert time.monotonic() - began < 10
+
+    try:
+        asyncio.run(main())
+    finally:
+        run.hosts.close()
+
+
+def test_hosts_hear_that_the_run_is_over(model):
+    run = Run(model)
+
+    async def main() -> None:
+        async with run.joined() as (peer, heard):
+            await offer(peer)
+            await asyncio.to_thread(run.hosts.close)
+            await until(lambda: heard)
+            assert heard == [("end", None)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "more", "reason"),
+    [
+        ({"listen": "7070"}, {}, "listen = '7070': must be HOST:PORT"),
+        ({"listen": "0.0.0.0:7070"}, {}, "set address"),
+        ({"listen": "10.0.0.5:7070"}, {"orchestrate": "inline"}, "orchestrate = 'inline' has one engine"),
+        ({"listen": "10.0.0.5:7070"}, {"sync": {"transport": "shared_memory"}}, "does not reach the hosts that may join"),
+        ({"listen": "10.0.0.5:7070"}, {"engine": {"kind": "vllm"}}, "engines that join are native"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(cluster, more, reason):
+    with pytest.raises(ConfigError, match=reason):
+        make_recipe({"cluster": cluster, **more})
+
+
+def test_a_token_comes_from_the_environment_or_a_file(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("HEADRACE_TOKEN", raising=False)
+    file = tmp_path / "token"
+    assert read_token("", setting="--token-file") == ""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(file, setting="--token-file")
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="it is empty"):
+        read_token(file, setting="--token-file")
+    file.write_text("of the file\n")
+    assert read_token(file, setting="--token-file") == "of the file"
+    monkeypatch.setenv("HEADRACE_TOKEN", "of the environment")
+    assert read_token(file, setting="--token-file") == "of the environment"
