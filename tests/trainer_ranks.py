@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from siblings import mixed
 
 from headrace.algorithms.columns import REFERENCE, RETURNS, VALUES
-from headrace.lora import LoraSettings, add_adapter
+from headrace.lora import LoraSettings, add_adapter, has_bitsandbytes, hold_in_four_bits, round_weights
 from headrace.model import ShardedWeights
 from headrace.model.load import prepare
 from headrace.model.tiny import build_tokenizer
@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one pass": {"micro_batch_tokens": 4096},
     "groups": {"parameters": GROUPS, "optimizer": "adamw_8bit"},
     "lora": {},
+    **({"four bits": {}} if has_bitsandbytes() else {}),
     "values": {"loss": "ppo", "advantage": "gae"},
     "reference": {"kl": 0.05, "reference_every": 1, "reference_mix": 0.5},
     "experts": {"router_aux": 0.01, "router_z": 0.01},
@@ -78,6 +79,11 @@ def make_trainer(case: str, ranks: Ranks | None, device: str = "cpu") -> DeviceT
     learner, frozen = model(), {}
     if case == "lora":
         add_adapter(learner, LoraSettings(rank=4), seed=3)
+    if case == "four bits":
+        lora = LoraSettings(rank=4, quantize="nf4")
+        round_weights(learner, lora, device="cpu")
+        add_adapter(learner, lora, seed=3)
+        hold_in_four_bits(learner, lora, device="cpu" if ranks is not None else device)
     if case == "reference":
         frozen = {REFERENCE: FrozenModel(model(), ranks=ranks)}
     settings = TrainSettings(**{"micro_batch_tokens": 64, "eps": 1e-2, **CASES[case]})
@@ -104,7 +110,7 @@ def run_case(case: str, ranks: Ranks | None, folder: Path, device: str = "cpu") 
     trainer, batch = make_trainer(case, ranks, device), make_batch(case)
     found: dict[str, Any] = {"first": trainer.forward_backward(batch)}
     if ranks is None or ranks.replicate == 1:  # else they are added up in the step
-        found["gradient"] = pieces(trainer) if case not in ("lora", "values") else {}
+        found["gradient"] = pieces(trainer) if case not in ("lora", "four bits", "values") else {}
         found["gradient"] = {name: (start, each.to("cpu", copy=True)) for name, (start, each) in found["gradient"].items()}
     found["stepped"] = trainer.optim_step(1e-3)
     if CASES[case].get("reference_every"):

@@ -168,10 +168,10 @@ def describe_ranks(recipe: Recipe) -> str:
         num_references=(bool(recipe.train.kl) and not (adapter and not recipe.train.reference)) + bool(recipe.train.teacher),
         adapter=adapter,
     )
-    whole = memory.gathered + max(memory.head, memory.layer)
+    device, whole = "CPU" if recipe.device == "cpu" else "GPU", memory.gathered + max(memory.head, memory.layer)
     state = memory.masters + memory.gradients + memory.moments
     return (
-        f"memory     {memory.total / 1e9:,.1f} GB on each of {parallel.ranks} trainer ranks, predicted: weights "
+        f"memory     {memory.total / 1e9:,.1f} GB on each of {parallel.ranks} trainer ranks, predicted for a {device}: weights "
         f"{memory.weights / 1e9:,.1f}, optimizer {state / 1e9:,.1f}, references {memory.references / 1e9:,.1f}, activations of "
         f"{memory.tokens} tokens {memory.activations / 1e9:,.1f}, whole layers and workspace {whole / 1e9:,.1f}"
     )

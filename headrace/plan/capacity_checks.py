@@ -95,8 +95,10 @@ def _described(expected: Forecast) -> str:
     twice = "twice " if engine.weights == engine.staging else ""
     held = f"an engine {size(engine.total)} (weights {twice}{size(engine.weights + engine.staging)}"
     behind = f"), the vLLM server behind it {size(expected.server)}" if expected.server else f", KV cache {size(engine.cache)})"
+    ranks = expected.recipe.train.parallel.ranks
+    who = "the trainer" if ranks == 1 else f"each of {ranks} trainer ranks"
     return (
-        f"at its peak the trainer takes {size(trainer.total)} (weights {size(trainer.weights)}, optimizer {size(optimizer)}, "
+        f"at its peak {who} takes {size(trainer.total)} (weights {size(trainer.weights)}, optimizer {size(optimizer)}, "
         f"activations of {trainer.tokens} tokens {size(trainer.activations)}), {held}{behind}"
     )
 

@@ -58,5 +58,5 @@ def test_a_dry_run_of_a_large_recipe_tells_what_each_rank_needs(
         main(["train", f"recipes/{recipe}.toml", "--dry-run"])
     assert ended.value.code == 0
     told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
-    assert f"GB on each of {ranks} trainer ranks, predicted" in told
+    assert f"GB on each of {ranks} trainer ranks, predicted for a GPU" in told
     assert 20 < float(told.split()[1]) < 76, told  # of 80 GB
