@@ -74,7 +74,7 @@ class RemoteTrainer:
         def joined(answers: Sequence[tuple[WeightUpdate, Array]]) -> Published:
             updates, canaries = zip(*answers, strict=True)
             self._senders = [rank for rank, update in zip(self._ranks, updates, strict=True) if update.parts]
-            return Published(_join([update for update in updates if update.parts]), canaries[0])
+            return Published(_join([update for update in updates if update.parts] or updates[:1]), canaries[0])
 
         return self._call("publish", joined, version=version, canary=canary, whole=whole)
 
