@@ -3,7 +3,8 @@
 The four loops run with the real buffer, ledger, scorer, tokenizer and batches around a stub engine and a stub trainer. The
 figure is the CPU time of the launcher's thread, less the stub engine's, per rollout; every rollout goes from submission to
 training. Further rows have what exchanging rollouts with engines costs (the whole stream, and encoding alone), what the
-launcher keeps of long calls in flight (`controller_in_flight`), and what a full buffer costs (`controller_buffer`).
+launcher keeps of long calls in flight (`controller_in_flight`), what a full buffer costs (`controller_buffer`), and what the
+loops and the pool cost with a thousand engines (`controller_engines`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.bench.controller_buffer import put_and_take
+from headrace.bench.controller_engines import LONG, QUICK_LONG, QUICK_SHORT, SHORT, crowd_rows
 from headrace.bench.controller_in_flight import hour, many_calls
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.stubs import COMPLETION, PROMPT, StubStore, StubTrainer, WaveEngine, answer
@@ -49,6 +51,7 @@ def run(*, quick: bool, json_file: Path | None) -> int:
     """Medians of several runs; `--quick` takes fewer and shorter ones."""
     parts = {"controller": lambda: _measure(quick=quick), "in flight": lambda: _in_flight(quick=quick)}
     parts["buffer"] = lambda: _buffer(quick=quick)
+    parts["engines"] = lambda: _engines(quick=quick)
     return run_parts("controller", parts, quick=quick, json_file=json_file)
 
 
@@ -93,6 +96,11 @@ def _buffer(*, quick: bool) -> Iterator[list[Row]]:
         Row("on disk, each episode alone", alone["process"], "µs an episode", goal="≤ 100"),
         Row("memory of the buffer then", spilled["bytes"] / 1e6, "MB", bound=bound / 1e6),
     ]
+
+
+def _engines(*, quick: bool) -> Iterator[list[Row]]:
+    for crowd in (QUICK_SHORT, QUICK_LONG) if quick else (SHORT, LONG):
+        yield crowd_rows(crowd)
 
 
 def measure(*, in_flight: int, versions: int, batch: int = 256) -> tuple[float, float]:

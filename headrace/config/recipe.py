@@ -68,9 +68,9 @@ class Recipe:
     """Of the order of tasks, of sampling and of new weights."""
     exact: bool = False
     """Engine and trainer logprobs bitwise equal at equal weights on CPU, and a resumed run bitwise the uninterrupted one."""
-    orchestrate: Literal["local", "inline"] = field(default="local", metadata=ELASTIC)
-    """`local`: engines and trainer in processes of their own. `inline`: one process, deterministic under a seed, breakpoints
-    work."""
+    orchestrate: Literal["local", "ray", "inline"] = field(default="local", metadata=ELASTIC)
+    """`local`: engines and trainer in processes of their own. `ray`: the same, with engines where Ray places them. `inline`:
+    one process, deterministic under a seed, breakpoints work."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=ELASTIC)
     """`auto` takes a GPU where there is one."""
     threads: int = field(default=0, metadata=ELASTIC)
@@ -114,6 +114,11 @@ class Recipe:
         return self.orchestrate == "inline"
 
     @property
+    def is_on_ray(self) -> bool:
+        """Whether Ray places the engines."""
+        return self.orchestrate == "ray"
+
+    @property
     def max_lag(self) -> float:
         """`staleness.max_lag` as a number: the most that "auto" can come to."""
         return self.staleness.bound(is_inline=self.is_inline)
@@ -148,7 +153,8 @@ class Recipe:
         if not self.is_inline:
             parallel = self.train.parallel
             layout = f" of {parallel.replicate} × {parallel.shard} ranks (train.parallel)" if parallel.is_on else ""
-            rows.append(f"processes  launcher, {self.engine.num_engines} engine(s), trainer{layout} (orchestrate = 'local')")
+            engines = f"{self.engine.num_engines} engine(s)"
+            rows.append(f"processes  launcher, {engines}, trainer{layout} (orchestrate = '{self.orchestrate}')")
         return rows
 
 

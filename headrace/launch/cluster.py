@@ -38,6 +38,8 @@ class ClusterProcesses(LocalProcesses):
     """Trainer and `engine.count` engines on this host, and those of every host that joins."""
 
     _can_wait_for_engines = True
+    first_joined: asyncio.Future[dict[str, Any]]
+    """What the first engine on another host has said of itself."""
 
     def __init__(self, recipe: Recipe, folder: Path, *, trains: bool = True) -> None:
         super().__init__(recipe, folder, trains=trains)
@@ -60,9 +62,10 @@ class ClusterProcesses(LocalProcesses):
         )
         on_exit.callback(self._far_listener.close)
         token = read_token(cluster.token_file, setting="cluster.token_file")
+        self._token, self.first_joined = token or self._make_token(), loop.create_future()
         self._hosts = Hosts(
             cluster,
-            token=token or self._make_token(),
+            token=self._token,
             certificate=self._certificate,
             heartbeat=self._recipe.heartbeat,
             model=self._build["model"],
@@ -70,7 +73,7 @@ class ClusterProcesses(LocalProcesses):
             on_leaving=self._on_leaving,
             say=lambda text: loop.call_soon_threadsafe(self._say, text),
         )
-        url = self._hosts.start()
+        self._url = url = self._hosts.start()
         on_exit.callback(self._hosts.close)
         where = "HEADRACE_TOKEN or --token-file has" if token else f"--token-file {self._folder / 'join.token'} has"
         self._say(f"join       headrace join {url}, where {where} the token")
@@ -97,7 +100,7 @@ class ClusterProcesses(LocalProcesses):
         """Start the engine of a host that joins. If it cannot be, the run goes on and the host is told why."""
         host = self._host_of[process.index]
         try:
-            await self.start_engine(process)
+            told = await self.start_engine(process)
         except (RoleFailed, ConfigError, ModelError) as error:
             process.give_up("could not be started")
             self._forget(process)
@@ -105,6 +108,8 @@ class ClusterProcesses(LocalProcesses):
             if not host.processes:
                 host.dismiss(str(error))
         else:
+            if not self.first_joined.done():
+                self.first_joined.set_result(told)
             version = self.pool.versions.get(process.name, 0)
             self._say(f"{process.name} joined on {host.name} ({process.placement.device}) at version {version}")
 

@@ -26,6 +26,7 @@ from headrace.launch.forecast import NUM_CHECKED_PROMPTS, forecast_memory, longe
 from headrace.launch.inline import Inline
 from headrace.launch.inputs import UserInputs, fingerprint_inputs, held_out_tasks, open_tasks
 from headrace.launch.local import LocalProcesses
+from headrace.launch.on_ray import RayProcesses
 from headrace.launch.placement import set_threads
 from headrace.launch.process import RestartBudget, TrainerLost
 from headrace.launch.sft import METRICS
@@ -385,6 +386,8 @@ class Launcher:
 def orchestration_of(recipe: Recipe) -> type[Inline | LocalProcesses]:
     if recipe.is_inline or not recipe.steps:
         return Inline
+    if recipe.is_on_ray:
+        return RayProcesses
     return ClusterProcesses if recipe.cluster.listen else LocalProcesses
 
 

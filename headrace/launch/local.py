@@ -34,7 +34,7 @@ from headrace.sync import TransportConfig, is_pushed, routed, shared_folder, tra
 from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 
     from headrace.config import Recipe
     from headrace.launch.inputs import UserInputs
@@ -86,7 +86,9 @@ class LocalProcesses:
         self._connected: dict[str, RoleProcess] = {}
         self._relays: dict[str, str] = {}
         """Engine name -> the address at which it relays weights, or ""."""
-        self._restarts = {index: self._restart_budget() for index in range(recipe.engine.num_engines)}
+        self._num_local = recipe.engine.num_engines
+        """Engines on this host."""
+        self._restarts = {index: self._restart_budget() for index in range(self._num_local)}
         """By the engine's index."""
         self._given_up: list[str] = []
         """Engines whose restarts are spent."""
@@ -112,7 +114,7 @@ class LocalProcesses:
         for place in self._places:
             sweep(place)
         try:
-            self.engines = [self.start_process("engine", index) for index in range(self._recipe.engine.num_engines)]
+            self.engines = [self.start_process("engine", index) for index in range(self._num_local)]
             if self._trains:
                 self.trainers = self._start_trainers()
         except BaseException:
@@ -242,13 +244,17 @@ class LocalProcesses:
             starting += [asyncio.ensure_future(self._start(rank)) for rank in self.trainers]
         try:
             roles = self._roles_with(self.trainers) if self._trains else self._make_roles(trainer=None)
-            engine, *_ = await asyncio.gather(*starting)
+            engine, *_ = await asyncio.gather(*self._engines_elsewhere(), *starting)
         except BaseException:
             for task in starting:
                 task.cancel()
             raise
         self._stop_ids = engine["stop_ids"]
         return roles.with_stop_ids(self._stop_ids)
+
+    def _engines_elsewhere(self) -> list[Awaitable[dict[str, Any]]]:
+        """Answers of engines to wait for before the run starts, if none is on this host."""
+        return []
 
     def _start_trainers(self) -> list[RoleProcess]:
         return [self.start_process("trainer", rank) for rank in range(self._recipe.train.parallel.ranks)]

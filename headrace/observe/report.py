@@ -44,7 +44,7 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
     if summary.get("restarts"):
         lines += ["restarts   " + ", ".join(f"{name} {count}" for name, count in summary["restarts"].items())]
     if summary.get("engines_given_up"):
-        lines += [f"given up   {', '.join(summary['engines_given_up'])}: engine.restarts were spent"]
+        lines += [f"given up   {', '.join(summary['engines_given_up'])}: engine.restarts were spent, or the host is gone"]
     lines += [f"checkpoint {summary['checkpoint']}", f"look       {command()} inspect {folder}"]
     if summary["status"] in ("interrupted", "stopped"):
         lines += ["resume     give the same command again"]

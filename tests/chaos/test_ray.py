@@ -1,0 +1,49 @@
+"""Engines that Ray places on several nodes: one node is lost while the run trains."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from faults import start, wait_until
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.mark.long
+def test_a_run_goes_on_when_a_node_is_lost(tmp_path, monkeypatch):
+    """Three raylets on this host: the head, and one node for each engine. Ray starts the lost engine on a node that comes."""
+    from ray.cluster_utils import Cluster
+
+    output = tmp_path / "output"
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        stack.callback(cluster.shutdown)
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        places = ("--orchestrate=ray", "--engine.count=2", "--cluster.listen=127.0.0.1:0", "--device=cpu")
+        run = start(tmp_path, "--steps=100000", *places, output=output)
+        stack.callback(run.process.kill)
+
+        def says(words: str) -> None:
+            assert wait_until(lambda: words in output.read_text(), seconds=240), output.read_text()
+
+        says("engine-0 joined on")
+        says("engine-1 joined on")
+        run.wait_for_version(3)
+        cluster.remove_node(nodes[0])
+        says("the run goes on with 1 of 2 engines")
+        run.wait_for_version(run.version + 3)
+        cluster.add_node(num_cpus=1)
+        says("engine-2 joined on")
+        run.wait_for_version(run.version + 3)
+        run.process.terminate()
+        run.process.wait(120)
+
+    summary = run.summary
+    assert summary["status"] == "interrupted" and len(summary["engines_given_up"]) == 1
+    accounting = {
+        name: value if isinstance(value, int) else sum(value.values()) for name, value in summary["accounting"].items()
+    }
+    submitted = accounting.pop("submitted")
+    assert submitted == sum(value for name, value in accounting.items() if name != "evaluation") > 0
