@@ -147,7 +147,7 @@ def _real(contestants: Mapping[str, dict[str, Any]], *, seeds: range, seconds: f
     for name, settings in contestants.items():
         runs = [train_for_real(settings, seed=seed, seconds=seconds) for seed in seeds]
         found[name] = {key: float(np.mean([run[key] for run in runs])) for key in runs[0]}
-        say(f"{name}: {found[name]['tokens']:.0f} tokens/s, reward {found[name]['reward']:.3f}")
+        say(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in found[name].items()))
     figures = {"tokens": "tokens/s", "reward": f"reward after {seconds:g} s", "lag": "mean lag", "idle": "trainer idle"}
     show_contestants("quickstart", found, figures=figures, best="reward")
     yield [

@@ -35,7 +35,7 @@ from headrace.launch.stop import StopRequest, sigterm_as_interrupt
 from headrace.lora import KEPT_BASE
 from headrace.model import ModelShape, config_limit, load_config, load_tokenizer
 from headrace.observe import Observer, final_report, open_screen
-from headrace.run import CallbackError, Callbacks, CheckpointStore, Session, changes_in, checkpoints_in, replay
+from headrace.run import CallbackError, Callbacks, CheckpointStore, Session, changes_in, checkpoints_in, replay, summarize
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
 from headrace.user_code import then_end_tasks
@@ -328,7 +328,7 @@ class Launcher:
 
     async def _train(self, session: Session) -> dict[str, Any]:
         """Train to the last step or until a stop request. The summary is written however it ends."""
-        write_summary(self.folder, session.summary("running", seconds=self.seconds))
+        write_summary(self.folder, summarize(session, "running", seconds=self.seconds))
         status = "failed"
 
         def stop() -> None:
@@ -363,7 +363,7 @@ class Launcher:
                 await self._end_after_failure(session)
             raise
         finally:
-            summary = session.summary(status, seconds=self.seconds)
+            summary = summarize(session, status, seconds=self.seconds)
             with contextlib.suppress(OSError):  # a full disk; the checkpoint is already in the rescue folder
                 write_summary(self.folder, summary)
             session.observer.close()

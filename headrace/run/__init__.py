@@ -27,5 +27,6 @@ if TYPE_CHECKING:
     from headrace.run.session import Session, fewer_gc_pauses
     from headrace.run.settings import CheckpointSettings, EvaluateSettings, SftSettings
     from headrace.run.state import Roles, Run
+    from headrace.run.summary import summarize
 else:
     __getattr__ = front_door(__name__)

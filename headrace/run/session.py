@@ -10,7 +10,6 @@ from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.observe import bound_by
 from headrace.run.callbacks import Callbacks, CallbackState
 from headrace.run.changes import Change, changed, value_of
 from headrace.run.checkpoint import CheckpointError, random_state, restore_random_state
@@ -80,7 +79,7 @@ class Session:
         """The last checkpoint, being written or on disk."""
         self._counts = self.policy.ledger.counts()
         """The ledger's, when a version was last trained."""
-        self._trainer_peak = 0
+        self.trainer_peak = 0
         self._is_all_tied = self._has_reached_max_draws = False
         self._evaluations = HeldOutEvaluations(self)
         self._unwritten: deque[StartedBatch] = deque()
@@ -135,7 +134,7 @@ class Session:
         if policy.pace is not None and (news := policy.pace.controller.news()):
             self.observer.screen.say(f"max_lag    {news}")
         self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in started.seen)
-        self._trainer_peak = max(self._trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in started.seen))
+        self.trainer_peak = max(self.trainer_peak, *(int(step.get("memory_peak", 0.0)) for step in started.seen))
         self._unwritten.append(started)
 
     async def _after_version(self, policy: PolicyState) -> None:
@@ -270,7 +269,7 @@ class Session:
             **{f"held/{name}": newest for name, newest in held.items()},
             **{f"engine/turns_{name}": count for name, count in self.roles.turns().items()},
             "engine/memory_peak": self.roles.engine_peak(),
-            **trainer_metrics(started.seen, memory_peak=self._trainer_peak),
+            **trainer_metrics(started.seen, memory_peak=self.trainer_peak),
             **{f"rollouts/{name}": count for name, count in self.policy.ledger.counts().items()},
         }
         self._warn_if_tied(version, started.groups)
@@ -290,61 +289,6 @@ class Session:
                 f"version {version}: all {len(groups)} groups are tied: within each, every rollout has the same reward, so "
                 f"there is nothing to learn; is the reward a constant, or are the tasks far too hard or too easy?"
             )
-
-    def summary(self, status: str, *, seconds: dict[str, float]) -> dict[str, Any]:
-        """The contents of summary.json. `memory` has peak bytes so far; in `inline` mode both are of the one process. An
-        engine that reports no peak is left out."""
-        progress, policy, forecast, budget = self.progress, self.policy, self.forecast, self.observer.budget()
-        memory = {"trainer": {"predicted": forecast and forecast.trainer_process, "peak": self._trainer_peak}}
-        if engine_peak := self.roles.engine_peak():
-            memory["engine"] = {"predicted": forecast and forecast.engine_process, "peak": engine_peak}
-        before, after = progress.held_out_before or {}, progress.held_out_after
-        untrained = policy.wasted_tokens + sum(group.num_sampled for group in policy.buffer.groups())
-        role, share_of_time = bound_by(budget)
-        return {
-            "status": status,
-            "config_hash": self.identity,
-            "steps": self.recipe.steps,
-            "version": policy.version,
-            "success_before": before.get("success"),
-            "success_after": after.get("success"),
-            "greedy_before": before.get("greedy"),
-            "greedy_after": after.get("greedy"),
-            "held_out": {"before": before, "after": after, "temperature": self.recipe.evaluate.sampling.temperature},
-            "reward_first": progress.reward_first,
-            "reward_last": progress.reward_last,
-            "seconds": {
-                **seconds,
-                "first_step": progress.first_step,
-                "rl": progress.seconds_rl,
-                "evaluate": progress.seconds_evaluating,
-            },
-            "tokens": {
-                "sampled": progress.trained_tokens + untrained,
-                "trained": progress.trained_tokens,
-                "wasted": policy.wasted_tokens,
-            },
-            "lag": {"mean": progress.lag_sum / max(progress.trained_tokens, 1), "max": progress.lag_max},
-            "staleness": {
-                "max_lag": self.recipe.staleness.max_lag,
-                "depth": policy.gate.depth,
-                "why": "" if policy.pace is None else policy.pace.controller.why,
-            },
-            "skipped_steps": progress.skipped_steps,
-            "accounting": policy.ledger.counts(),
-            "groups_from_journal": policy.recovered.num_used,
-            "dropped_because": dict(policy.ledger.reasons),
-            "time_budget": budget,
-            "occupancy": self.observer.occupancy,
-            "bound_by": role,
-            "bound_share": share_of_time,
-            "stopped_by": self.stopped_by,
-            "changes": [asdict(change) for change in self.changes],
-            "callbacks": {name: round(seconds, 3) for name, seconds in self.callbacks.seconds.items()},
-            "memory": memory,
-            **self.roles.losses(),
-            "checkpoint": None if self.checkpoint_folder is None else str(self.checkpoint_folder),
-        }
 
     # Checkpoints
 

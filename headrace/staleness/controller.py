@@ -29,8 +29,8 @@ _AIM = 0.02
 """What lowering aims at: below what is tolerated, because no two versions are alike."""
 _FAR, _MORE_IDLE = 2, 0.025
 """Beyond so many versions ahead lag is dearer: from an eighth more on, the trainer may wait so much more of its time."""
-_FEWEST, _WINDOW = 4, 8
-"""Versions that a decision looks at: at least, and of an unchanged depth at most."""
+_FEWEST, _MANY, _WINDOW = 4, 8, 16
+"""Versions that a decision looks at: at least; at least if it lets the trainer wait more; of an unchanged depth at most."""
 _MAX_SETTLING = 4
 """Versions after a change that a decision does not look at, at most: until what was submitted before it is trained."""
 _GROSS = 0.1
@@ -227,11 +227,10 @@ class LagController:
         return least + _MORE_IDLE * min(1.0, max(0.0, 8 * (groups / self._batch - _FAR)))
 
     def _to_spare(self, now: _Window) -> int:
-        """The most groups fewer with which the trainer would wait as little as is aimed at."""
-        return max(
-            (by for by in range(1, self._groups) if now.idle_with(by) <= self._may_idle(self._groups - by, _AIM)),
-            default=0,
-        )
+        """The most groups fewer with which the trainer would wait as little as is aimed at; of few versions, no longer."""
+        share = 1.0 if len(now.seen) >= _MANY else 0.0
+        fewer = range(1, self._groups)
+        return max((by for by in fewer if now.idle_with(by) <= share * self._may_idle(self._groups - by, _AIM)), default=0)
 
     def _decide(self, now: _Window) -> None:
         if self._unchanged == self._forgotten_after:

@@ -20,7 +20,7 @@ from headrace.envs import PromptEncoder, SingleTurn
 from headrace.launch.inputs import UserInputs, open_tasks
 from headrace.model import build_tokenizer
 from headrace.observe import Observer
-from headrace.run import MANIFEST, POLICY, Checkpoint, CheckpointStore, Roles, Session, make_canary
+from headrace.run import MANIFEST, POLICY, Checkpoint, CheckpointStore, Roles, Session, make_canary, summarize
 from headrace.run.checkpoint import CheckpointError
 from headrace.score import RewardFunction, RewardScorer
 from headrace.sync import Lineage
@@ -143,7 +143,7 @@ def test_training_goes_on_while_checkpoints_are_written_in_order(tmp_path: Path)
     assert found is not None and found.version == session.resumes_from == STEPS
     assert found.manifest["progress"]["trained_tokens"] == STEPS * 8 * 3
     assert names(tmp_path / "rollouts") == [f"step-{version}.wire" for version in (2, 4, 6, 8)]
-    summary = session.summary("finished", seconds={})
+    summary = summarize(session, "finished", seconds={})
     assert summary["checkpoint"] == str(tmp_path / "checkpoints" / "step-8")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {row["logged/sevens"] for row in rows if "logged/sevens" in row} == {7.0}

@@ -148,6 +148,50 @@ def test_a_resumed_run_goes_on_with_its_depth() -> None:
     assert lower.depth == 2, "the limit may have been lowered meanwhile"
 
 
+def test_what_fewer_ahead_would_cost_follows_from_what_was_left_and_what_came() -> None:
+    seen = Observation(seconds=1.0, waited=0.0, held=0.0, left=2, arrivals=(0.1, 0.4), queued=0, latency=1.0)
+    assert [seen.wait_with(fewer) for fewer in range(6)] == [0, 0, 0, 0.1, 0.4, 1.0]
+    short = replace(seen, left=-1, waited=0.1)
+    assert [short.wait_with(fewer) for fewer in (-1, 0, 1, 2)] == [0, 0.1, 0.4, 1.0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("fewer", [2, 5])
+def test_the_forecast_of_fewer_ahead_is_what_comes(fewer: int, seed: int) -> None:
+    pipeline = Pipeline(sigma=1.0, seed=seed)
+    observed = list[Observation]()
+    pipeline.run(Recorder(2.0, observed), versions=200)
+    expected = fmean(each.wait_with(fewer) for each in observed[20:]) / fmean(each.seconds for each in observed[20:])
+    lower = Pipeline(sigma=1.0, seed=seed)
+    lower.run(versions=200, depth=2.0 - fewer / 16)
+    assert fmean(lower.idle[20:]) == pytest.approx(expected, abs=0.025)
+
+
+class Recorder:
+    """A controller that changes nothing."""
+
+    def __init__(self, depth: float, observed: list[Observation]) -> None:
+        self.depth, self.observe = depth, observed.append
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("sigma", "generate"), [(0.5, 1.2), (0.8, 0.8), (1.2, 1.0), (1.2, 2.0)])
+def test_loads_that_nothing_was_chosen_on(sigma: float, generate: float, seed: int) -> None:
+    """As little lag as the least fixed depth, of eighths of a version, at which the trainer waits as little."""
+    pipeline = Pipeline(sigma=sigma, generate=generate, seed=seed)
+    controlled(pipeline, versions=160)
+    idle, lag = fmean(pipeline.idle[-80:]), fmean(pipeline.lags[-80:])
+    assert idle < (0.03 if lag < 2 else 0.06)
+
+    def at(depth: float) -> Pipeline:
+        fixed = replace(pipeline)
+        fixed.run(versions=100, depth=depth)
+        return fixed
+
+    least = next(fixed for eighths in range(4, 64) if fmean((fixed := at(eighths / 8)).idle[20:]) <= max(idle, 0.01))
+    assert lag <= fmean(least.lags[20:]) + 0.4
+
+
 def test_batches_of_one_group_move_by_whole_groups() -> None:
     pipeline = Pipeline(batch=1, slots=8, generate=2.5)
     controller = controlled(pipeline, versions=60)

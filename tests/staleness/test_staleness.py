@@ -73,7 +73,7 @@ def simulate(
     *, depth: float | None, batch: int, steps: int, seed: int, in_order: bool = True, drops: float = 0.0
 ) -> Simulation:
     sizes = {"groups_per_batch": batch, "steps": steps}
-    gate = NoGate(**sizes) if depth is None else DepthGate(depth=depth, **sizes)
+    gate = NoGate(episodes=10**9, **sizes) if depth is None else DepthGate(depth=depth, **sizes)
     simulation = Simulation(gate, batch, steps, in_order, drops, random.Random(seed))
     simulation.run()
     return simulation
