@@ -194,6 +194,8 @@ class PolicyState:
             return False
         self.wasted_tokens += num_sampled([episode])
         self.num_retried += 1
+        if self.num_retried == 1:
+            log.warning("an episode failed and is run again; later ones are counted as `retried`: %s", episode.outcome.reason)
         record.partials.clear()
         record.attempt, record.ended = record.attempt + 1, None
         return True
