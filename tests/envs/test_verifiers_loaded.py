@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers import small_run
 from templates import tokenizer_of
 from test_turns import check_trained, client_of
 
@@ -62,3 +63,11 @@ def test_a_failure_costs_the_episode_and_mistakes_are_named() -> None:
         LoadedVerifiersEnvironment("no-such-environment")
     with pytest.raises(ConfigError, match="nothing"):
         LoadedVerifiersEnvironment("headrace-classic", nothing=1)
+
+
+def test_it_is_trained(tmp_path: Path) -> None:
+    made = LoadedVerifiersEnvironment("headrace-classic", kind="dialogue")
+    model = {"path": "builtin:tiny", "hidden_size": 32, "num_heads": 1, "num_layers": 1, "context": 128}
+    result = small_run(tmp_path, model=model, reward=None, tasks=made.rows(), held_out=None, environment=made, steps=1)
+    counted = result.summary["accounting"]
+    assert (counted["trained"], counted["failed"]) == (16, 0) and result.summary["reward_last"] > 0
