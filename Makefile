@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 ADAPTERS := .venv-adapters
+VERIFIERS_0_1 := $(ADAPTERS)/verifiers-0.1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test test-all lint bench vllm adapters clean
@@ -25,6 +26,7 @@ test: lint
 test-all: test $(VLLM)/.ready $(ADAPTERS)/.ready
 	HEADRACE_TEST_VLLM=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m long
 	$(ADAPTERS)/bin/python -m pytest tests/envs/test_verifiers.py tests/envs/test_openenv.py
+	PYTHONPATH=$(VERIFIERS_0_1) $(ADAPTERS)/bin/python -m pytest tests/envs/test_verifiers_loaded.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -45,8 +47,8 @@ $(VLLM)/.ready: constraints-vllm.txt
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$$version" > "$$site/vllm-$$version.dist-info/METADATA"
 	touch $@
 
-# verifiers and OpenEnv, which need older packages than .venv has: these in an environment of its own, all others from .venv. The
-# last line fails if the tests would be skipped.
+# verifiers and OpenEnv, which need older packages than .venv has: these in an environment of its own, all others from .venv, and
+# verifiers 0.1 in a folder of its own. The imports fail if the tests would be skipped.
 adapters: $(ADAPTERS)/.ready
 
 $(ADAPTERS)/.ready: constraints-adapters.txt $(VENV)/.ready
@@ -55,6 +57,9 @@ $(ADAPTERS)/.ready: constraints-adapters.txt $(VENV)/.ready
 	site='import sysconfig; print(sysconfig.get_path("purelib"))' && \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" > "$$($(ADAPTERS)/bin/python -c "$$site")/headrace.pth"
 	$(ADAPTERS)/bin/python -c 'import verifiers.v1, openenv.core'
+	$(ADAPTERS)/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VERIFIERS_0_1) \
+		verifiers==0.1.14 aiolimiter==1.3.0 setproctitle==1.3.8
+	PYTHONPATH=$(VERIFIERS_0_1) $(ADAPTERS)/bin/python -c 'import verifiers.envs.environment'
 	touch $@
 
 bench: $(VENV)/.ready

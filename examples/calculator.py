@@ -57,7 +57,7 @@ def main(**settings: object) -> RunResult:
     defaults: dict[str, Any] = {
         "steps": 30,
         "model": {"path": "builtin:tiny", "hidden_size": 64, "num_heads": 4, "num_layers": 2, "context": 160},
-        "sft": {"steps": 300, "batch": 64, "learning_rate": 3e-3, "schedule": "linear"},
+        "sft": {"steps": 600, "batch": 64, "learning_rate": 3e-3, "schedule": "linear", "until_success": 0.12},
         "environment": {"options": {"max_turns": 2}},
         "sampling": {"max_tokens": 90},
         "train": {"batch": 64, "group_size": 8, "learning_rate": 5e-4},
@@ -66,7 +66,7 @@ def main(**settings: object) -> RunResult:
         "threads": 1,
     }
     tasks = make_tasks()
-    defaults["sft"]["tasks"] = demonstrations(tasks[128:5000])
+    defaults["sft"] |= {"tasks": demonstrations(tasks[128:5000]), "check_every": 50}
     return headrace.train(
         tasks=tasks[5000:], held_out=tasks[:128], tools=[multiply], reward=is_right, fresh=True, **defaults | settings
     )

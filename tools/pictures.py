@@ -6,11 +6,13 @@ python tools/pictures.py in_flight docs/in_flight.svg        simulates an hour f
 python tools/pictures.py learning OUT.json docs/learning.svg        of `headrace bench trl --json OUT.json`
 python tools/pictures.py lag OUT.json docs/lag.svg                  of `headrace bench lag --json OUT.json`
 python tools/pictures.py presets OUT.json docs/presets.svg          of `headrace bench presets --json OUT.json`
+python tools/pictures.py runs "guess, async=RUN/metrics.jsonl" … docs/turns.svg
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,6 +157,18 @@ def learning(bench: Path) -> str:
     return _chart(lines, "Mean reward of each batch over seconds of training", x=(last, "{:.0f} s", 1), unit="{:.2f}", most=1)
 
 
+def runs(given: list[str]) -> str:
+    """The reward of each version over seconds of training, of runs given as NAME=FILE."""
+    lines: dict[str, list[list[tuple[float, float]]]] = {}
+    for each in given:
+        name, _, file = each.partition("=")
+        rows = [row for row in map(json.loads, Path(file).read_text().splitlines()) if "reward" in row]
+        seconds = itertools.accumulate(row["seconds"] for row in rows)
+        lines.setdefault(name, []).append([(second, row["reward"]) for second, row in zip(seconds, rows, strict=True)])
+    last = max(second for of_name in lines.values() for line in of_name for second, _ in line)
+    return _chart(lines, "Mean reward of each batch over seconds of training", x=(last, "{:.0f} s", 1), unit="{:.2f}", most=1)
+
+
 def lag(bench: Path) -> str:
     """The area under the reward curve of each loss of `headrace bench lag`, by lag; lags are equally far apart."""
     areas: dict[str, dict[int, float]] = {}
@@ -251,7 +265,7 @@ def _svg(width: int, height: int, parts: list[str], title: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=("architecture", "timeline", "in_flight", "learning", "lag", "presets"))
+    parser.add_argument("picture", choices=("architecture", "timeline", "in_flight", "learning", "lag", "presets", "runs"))
     parser.add_argument("files", nargs="+", type=Path, help="the SVG to write, after the file it is drawn from if there is one")
     parser.add_argument("--versions", type=int, default=4, help="how many versions a timeline shows")
     options = parser.parse_args()
@@ -259,6 +273,8 @@ def main() -> None:
         picture = timeline(options.files[0], versions=options.versions)
     elif options.picture in ("learning", "lag", "presets"):
         picture = {"learning": learning, "lag": lag, "presets": presets}[options.picture](options.files[0])
+    elif options.picture == "runs":
+        picture = runs([str(file) for file in options.files[:-1]])
     else:
         picture = architecture() if options.picture == "architecture" else in_flight()
     options.files[-1].write_text(picture)

@@ -267,8 +267,9 @@ class Work:
         seconds, sampled = after[0] - before[0], after[1] - before[1]
         busy = (after[2] - before[2]) / (self.plan.slots * seconds)
         rows = self._recorder.prompt_rows - before[3]
-        say(f"{name}: {sampled:,} tokens in {seconds:.1f} s, slots {busy:.1%} busy")
-        return Figures(seconds, sampled, busy, rows / (num_episodes * self.plan.fewest_prompt_tokens))
+        ratio = rows / (num_episodes * self.plan.fewest_prompt_tokens)
+        say(f"{name}: {sampled:,} tokens in {seconds:.1f} s, slots {busy:.1%} busy, {ratio:.3f} × the fewest prompt tokens")
+        return Figures(seconds, sampled, busy, ratio)
 
 
 # TRL

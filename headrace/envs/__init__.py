@@ -33,5 +33,6 @@ if TYPE_CHECKING:
     from headrace.envs.trl_adapter import TrlEnvironment
     from headrace.envs.turns import Conversation, TemplateError
     from headrace.envs.verifiers_adapter import VerifiersEnvironment
+    from headrace.envs.verifiers_loaded import LoadedVerifiersEnvironment
 else:
     __getattr__ = front_door(__name__)

@@ -28,7 +28,9 @@ class VerifiersEnvironment(AgentEnvironment):
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
         except ImportError as error:
             problem = "environment.name: the package verifiers is missing or older than 0.4"
-            raise ConfigError(f"{problem}; pip install headrace[verifiers]") from error
+            raise ConfigError(
+                f"{problem}; pip install headrace[verifiers], or use LoadedVerifiersEnvironment with 0.1"
+            ) from error
         chosen = {"id": taskset} if isinstance(taskset, str) else taskset
         try:
             self._config = resolve_env_config({**settings, "taskset": chosen})

@@ -198,6 +198,8 @@ class PolicyState:
             return False
         self.wasted_tokens += num_sampled([episode])
         self.num_retried += 1
+        if self.num_retried == 1:
+            log.warning("an episode failed and is run again; later ones are counted as `retried`: %s", episode.outcome.reason)
         record.partials.clear()
         record.attempt += 1
         self.in_flight.end(record, None)

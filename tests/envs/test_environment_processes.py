@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_turns import Scripted
 
-from headrace.envs import EngineClient, ProcessEnvironment, PromptEncoder, run_episode
+from headrace.envs import EngineClient, ProcessEnvironment, PromptEncoder, processes, run_episode
 from headrace.model.tiny import build_tokenizer
 from headrace.records import Episode, FinishReason, InfraAbort, Invalid, Sampling, Source
 from headrace.settings import ConfigError
@@ -38,6 +38,8 @@ class Moody:
             time.sleep(600)
         if how == "waits":
             await asyncio.sleep(600)
+        if how == "floods":
+            task = {**task, "much": "x" * 4_000_000}
         if how == "nothing":
             return None
         if how == "another":
@@ -71,7 +73,8 @@ def client(number: int = 0) -> tuple[EngineClient, Scripted]:
 
 
 @pytest.mark.long
-def test_an_episode_costs_only_itself(folder: Path) -> None:
+def test_an_episode_costs_only_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MAX_BYTES", 1 << 20)
     hosted = environment(folder, num=2)
 
     async def play(how: str, number: int = 0, prompt: str = "5", seconds: float = 60.0) -> Episode:
@@ -98,6 +101,8 @@ def test_an_episode_costs_only_itself(folder: Path) -> None:
         assert isinstance(too_long.outcome, Invalid)
         late = await play("waits", seconds=0.3)
         assert "longer than episode.timeout" in late.outcome.reason and hosted.num_ended == 0
+        flooded = await play("floods")
+        assert isinstance(flooded.outcome, InfraAbort) and (await play("plays")).outcome is None, flooded.outcome
         died, well = await asyncio.gather(play("dies"), play("plays", number=1))
         assert "lost its process, which was killed by SIGKILL" in died.outcome.reason, died.outcome
         assert well.outcome is None, "the other process goes on"

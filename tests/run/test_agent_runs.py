@@ -17,18 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "agent.py"
 TASKS = [{"prompt": "0-9?", "secret": number} for number in range(8)]
 CHATS = {"model": {"path": "builtin:tiny", "hidden_size": 32, "num_heads": 1, "num_layers": 1, "context": 96}, "reward": None}
-PROGRAM = """
-import json, os, sys, urllib.request
-
-row = json.load(sys.stdin)
-def post(path, body):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(request))
-
-said = post("/chat/completions", {"model": "m", "messages": [{"role": "user", "content": row["prompt"]}]})
-post("/reward", {"short": 1 / (1 + len(said["choices"][0]["message"]["content"]))})
-"""
 
 
 def test_a_function_is_trained_and_evaluated_without_a_reward_function(tmp_path: Path) -> None:
@@ -41,11 +29,12 @@ def test_a_function_is_trained_and_evaluated_without_a_reward_function(tmp_path:
     assert result.summary["held_out"]["after"]["held_out_failed"] == 0 and result.summary["reward_first"] != 0
 
 
-def test_a_program_of_a_recipe_is_trained(tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text(PROGRAM)
-    how = {"environment": {"command": [sys.executable, str(tmp_path / "agent.py")]}, "train": {"batch": 4, "group_size": 2}}
-    result = small_run(tmp_path / "run", **CHATS, tasks=TASKS, held_out=None, steps=1, **how)
-    assert result.summary["accounting"]["trained"] == 4 and result.summary["reward_last"] > 0
+def test_an_external_program_is_trained(tmp_path: Path) -> None:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, str(EXAMPLE.with_name("program.py")), "--steps=1", "--batch=16", f"--run-dir={tmp_path / 'run'}"]
+    how = {"env": {**os.environ, "PYTHONPATH": path}, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, **how)
+    assert done.returncode == 0 and "trained 16 episodes" in done.stdout, done.stderr
 
 
 @pytest.mark.long

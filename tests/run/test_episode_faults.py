@@ -1,0 +1,76 @@
+"""The table of faults in docs/environments.md: each strikes an episode once, the run says so, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from helpers import small_run
+
+import headrace
+
+PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+FAULTS = {
+    "raises": "the environment raised KeyError: ",
+    "exits": "SystemExit",
+    "waits": "the episode took longer than episode.timeout = ",
+    "nothing": "returned a NoneType, not an Episode",
+    "another": ", but ran ",
+    "unsampled": "returned no rollout with a sampled token",
+    "forges": "with other sampled tokens than the engine's",
+}
+"""What the log says of each, and the table."""
+
+
+class Faulty:
+    """Fails once for each group, in the way that its task says, or always."""
+
+    struck: ClassVar[set[str]] = set()
+
+    async def run(self, task: dict, client: headrace.envs.Client) -> headrace.Episode:
+        how = "" if client.group in self.struck and not task.get("always") else task["how"]
+        self.struck.add(client.group)
+        rollout = await client.generate(client.prompt(task["prompt"]))
+        if how == "raises":
+            raise KeyError("lost")
+        if how == "exits":
+            raise SystemExit(3)
+        if how == "waits":
+            await asyncio.sleep(60)
+        if how == "nothing":
+            return None  # type: ignore[return-value]
+        if how == "another":
+            return headrace.Episode(id="x", group="x", task=task)
+        if how == "unsampled":
+            return headrace.Episode(id=client.episode, group=client.group, task=task)
+        if how == "forges":
+            rollout = rollout.replace(logprobs=rollout.logprobs / 2)
+        return headrace.Episode(id=client.episode, group=client.group, task=task, rollouts=(rollout,))
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_fault_costs_an_attempt_and_is_told(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Faulty.struck.clear()
+    tasks = [{"prompt": f"{number}", "how": how} for number in range(8)]
+    more = {"episode": {"timeout": 0.5}, "evaluate": {"limit": 1}, "staleness": {"max_lag": 0}}
+    result = small_run(tmp_path / "run", tasks=tasks, held_out=tasks[:1], environment=Faulty, steps=2, **more)
+    counts = result.summary["accounting"]
+    assert counts["submitted"] == counts["trained"] == 32 and counts["failed"] == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert next(row["retried"] for row in reversed(rows) if "retried" in row) == 8, "one of each group, of two versions"
+    (told,) = [line for line in caplog.messages if "is run again" in line]
+    assert FAULTS[how] in told and FAULTS[how] in PAGE
+
+
+def test_an_episode_that_always_fails_is_counted_with_its_reason(tmp_path: Path) -> None:
+    tasks = [{"prompt": f"{number}", "how": "raises", "always": number == 0} for number in range(4)]
+    Faulty.struck.clear()
+    result = small_run(tmp_path / "run", tasks=tasks, held_out=tasks[1:2], environment=Faulty, steps=1)
+    counts, reasons = result.summary["accounting"], result.summary["dropped_because"]
+    assert counts["failed"] > 0 and counts["submitted"] == sum(
+        counts[name] for name in counts if name not in ("submitted", "evaluation")
+    )
+    assert any("raised KeyError" in reason for reason in reasons), reasons
