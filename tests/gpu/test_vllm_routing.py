@@ -39,10 +39,11 @@ def python() -> str:
 @pytest.mark.long
 def test_what_a_server_recorded_is_replayed_and_brings_the_logprobs_closer(tmp_path: Path, python: str) -> None:
     model, seen = write_random_model(SHAPE, tmp_path / "model", dtype="bfloat16"), {}
+    server = {"python": python, "handover": "folder"}  # for ipc vLLM 0.26 imports ray
     for is_recorded in (True, False):
         settings: dict[str, Any] = {
             "model": {"path": model, "dtype": "bfloat16", "context": 128},
-            "engine": {"kind": "vllm", "record_routing": is_recorded, "slots": 64, "vllm": {"python": python}},
+            "engine": {"kind": "vllm", "record_routing": is_recorded, "slots": 64, "vllm": server},
             "sampling": {"max_tokens": 64},
             "staleness": {"max_lag": 0},
             "train": {"batch": 64, "group_size": 8, "learning_rate": 1e-5},
