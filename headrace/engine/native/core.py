@@ -101,7 +101,7 @@ class EngineCore:
                 f"{told}, of which a batch on a GPU has one version: set partial.interrupt to 'keep', serve its folder as "
                 f"the model, or run engines on the CPU"
             )
-        twin = self._make_twin(adapter_places) if has_kernels else None  # before anything is hooked to the model
+        twin = self._make_twin() if has_kernels else None  # before anything is hooked to the model
         self.routers = routers = find_readable_routers(model)
         shape = CacheShape.of(model)
         num_blocks = num_blocks or shape.choose_num_blocks(
@@ -144,10 +144,10 @@ class EngineCore:
         torch.cuda.reset_peak_memory_stats(device)
         return arena
 
-    def _make_twin(self, adapter_places: int) -> PreTrainedModel:
+    def _make_twin(self) -> PreTrainedModel:
         from headrace.engine.native.cuda.compiled import make_twin
 
-        return make_twin(self.model, self.arena, places=adapter_places)
+        return make_twin(self.model, self.arena)
 
     def _make_fast_runner(self, twin: PreTrainedModel, adapter_places: int) -> CudaRunner:
         from headrace.engine.native.cuda.adapters import AdapterBank

@@ -218,7 +218,7 @@ with torch.no_grad():
     for tensor in adapter.parameters():
         tensor.normal_()
 arena, places = Arena.adopt(model, room=compiled.room_for_adapter(model, PLACES)), PLACES
-twin = compiled.make_twin(model, arena, places=places)
+twin = compiled.make_twin(model, arena)
 bank = AdapterBank(adapter, Arena.adopt(adapter), slots=4, places=places)
 bank.attach(model), bank.attach(twin)
 tokens = torch.arange(6)

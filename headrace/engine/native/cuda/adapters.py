@@ -65,8 +65,8 @@ def add_low_rank(
 ) -> Tensor:
     """`output` [rows, all widths] + scale · up · down · `hidden` [rows, inputs], where `downs` [places, rank, inputs] and `ups`
     [places, width, rank] are of up to three layers whose outputs lie side by side, and `places` [rows] says which a row uses.
-    All matrices have the same stride between places. If `output` has further columns, the first are down · `hidden`: of each
-    place, of each layer. `is_gated`: of two layers, silu of the first times the second."""
+    All matrices have the same stride between places. If `output` has further columns, they are down · `hidden`: of each place,
+    of each layer. `is_gated`: of two layers, silu of the first times the second."""
     given, flat = output.reshape(-1, output.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
     (rows, width), (num_places, rank), widths = flat.shape, downs[0].shape[:2], [up.shape[1] for up in ups]
     rank_pad = max(16, triton.next_power_of_2(rank))
@@ -120,7 +120,6 @@ class RowAdapters:
 
     places: Tensor  # [rows] int32
     scale: float
-    has_rooms: bool  # products of all the first matrices are computed with those of the layers that have room for them
 
     def add(self, output: Tensor, hidden: Tensor, targets: Sequence[Target], *, is_gated: bool = False) -> Tensor:
         downs, ups = [], []
@@ -129,7 +128,7 @@ class RowAdapters:
             downs.append(target.versions[0])
             ups.append(target.versions[1])
         width, num_columns = sum(up.shape[1] for up in ups), len(downs[0]) * sum(down.shape[1] for down in downs)
-        if not self.has_rooms or output.shape[-1] < width + num_columns:
+        if output.shape[-1] != width + num_columns:  # nobody has multiplied by all of `downs`
             output = output[..., :width]
         added: Tensor = add_low_rank(output, hidden.to(downs[0].dtype), downs, ups, self.places, self.scale, is_gated)
         return added
@@ -169,7 +168,7 @@ class AdapterBank:
         """Within it, a pass of the model adds to each row the adapter of its slot."""
         adapter = adapter_of(model)
         assert adapter is not None
-        adapter.by_row = RowAdapters(self.places.index_select(0, slots), self.scale, bool(self._rooms)).add
+        adapter.by_row = RowAdapters(self.places.index_select(0, slots), self.scale).add
         try:
             yield
         finally:

@@ -30,18 +30,17 @@ if TYPE_CHECKING:
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children of a module that read the same input
 _RECOMPILES = 64
-_WIDTHS = 128
 
 
-def make_twin(model: PreTrainedModel, arena: Arena, *, places: int = 1) -> PreTrainedModel:
-    """A copy of the model's modules over the model's own tensors. `places`: as in `room_for_adapter`."""
+def make_twin(model: PreTrainedModel, arena: Arena) -> PreTrainedModel:
+    """A copy of the model's modules over the model's own tensors."""
     adapter = adapter_of(model)
     shared = [*model.parameters(), *model.buffers(), *([] if adapter is None else adapter.parameters())]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     if (own := adapter_of(twin)) is not None:
         own.settle_whole()
     for product in _products(twin):
-        _join(product, arena, places)
+        _join(product, arena)
     for path, module in list(twin.named_modules()):
         if _is_gated(module):
             twin.set_submodule(path, _GatedLayers(module))
@@ -49,15 +48,12 @@ def make_twin(model: PreTrainedModel, arena: Arena, *, places: int = 1) -> PreTr
 
 
 def room_for_adapter(model: PreTrainedModel, places: int) -> dict[str, int]:
-    """Rows to leave free behind weights, by name, for the first matrices of so many versions of the model's adapter. With them
-    a product's width is a multiple of what cuBLAS computes fast."""
-    room = {}
-    for product in _products(model):
-        if product.targets:
-            rows = sum(part.out_features for part in product.parts)
-            needed = places * sum(len(target.down) for target in product.targets)
-            room[product.weights[-1]] = -(-(rows + needed) // _WIDTHS) * _WIDTHS - rows
-    return room
+    """Rows to leave free behind weights, by name, for the first matrices of so many versions of the model's adapter."""
+    return {
+        product.weights[-1]: places * sum(len(target.down) for target in product.targets)
+        for product in _products(model)
+        if product.targets
+    }
 
 
 def attach_cache(model: PreTrainedModel, cache: PagedCache) -> None:
@@ -85,13 +81,12 @@ class _Part(nn.Module):
         self.headrace_target: Target | None = None
         self.headrace_room: Tensor | None = None
 
-    def add_targets(self, targets: Sequence[Target], index: int, places: int) -> None:
+    def add_targets(self, targets: Sequence[Target], index: int) -> None:
         """An adapter's targets: those of all the product's layers, of which this one's is at `index`."""
         self.headrace_targets, self.headrace_target = tuple(targets), targets[index]
         rows, ranks = sum(len(target.up) for target in targets), [len(target.down) for target in targets]
-        room = self.weight[rows : rows + places * sum(ranks)]
-        if len(room) == places * sum(ranks):
-            self.headrace_room = room.unflatten(0, (places, sum(ranks))).split(ranks, dim=1)[index]
+        if len(self.weight) > rows:
+            self.headrace_room = self.weight[rows:].unflatten(0, (-1, sum(ranks))).split(ranks, dim=1)[index]
 
     def forward(self, hidden: Tensor) -> Tensor:
         output = F.linear(hidden, self.weight, self.bias)
@@ -129,7 +124,10 @@ class _Children(torch.fx.Tracer):
 def _is_gated(module: nn.Module) -> bool:
     """Whether it computes what `_GatedLayers` does, with an adapter on layers that are one product."""
     gate, activation = (getattr(module, name, None) for name in ("gate_proj", "act_fn"))
-    if not (isinstance(gate, _Part) and len(gate.headrace_targets) == 2 and isinstance(activation, nn.SiLU)):
+    if not (isinstance(gate, _Part) and len(gate.headrace_targets) == 2 and activation is not None):
+        return False
+    some = torch.linspace(-8.0, 8.0, 65)
+    if not torch.equal(activation(some), F.silu(some)):
         return False
     try:
         graph = _Children().trace(module)
@@ -176,7 +174,7 @@ def _products(model: PreTrainedModel) -> list[_Product]:
     return found
 
 
-def _join(product: _Product, arena: Arena, places: int) -> None:
+def _join(product: _Product, arena: Arena) -> None:
     weight = _joined(arena, product.weights)
     if weight is None or any(part.weight.data_ptr() not in _addresses(weight) for part in product.parts):
         return  # such a part is trained whole
@@ -191,7 +189,7 @@ def _join(product: _Product, arena: Arena, places: int) -> None:
     for index, (name, linear) in enumerate(zip(product.names, product.parts, strict=True)):
         part = _Part(weight, bias, start, start + linear.out_features)
         if product.targets:
-            part.add_targets(product.targets, index, places)
+            part.add_targets(product.targets, index)
         setattr(product.module, name, part)
         start += linear.out_features
 
