@@ -54,6 +54,7 @@ def test_a_calculation(says: list[str], reward: float, turns: int) -> None:
     assert play("Calculate", {"steps": [35, 420]}, says) == (pytest.approx(reward), turns)
 
 
+@pytest.mark.long
 def test_it_runs(tmp_path: Path) -> None:
     run = EXAMPLE["main"](["guess", "--model=builtin:tiny", "--steps=1", "--batch=16", f"--run-dir={tmp_path}"])
     assert run.summary["accounting"]["trained"] == 16
