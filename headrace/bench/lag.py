@@ -132,14 +132,15 @@ class Learners:
         for number in range(cores):
             child = Child(f"learner {number}", "headrace.bench.lag:learner", {"folder": self._folder}, log=logs / str(number))
             self._free.put(self._stack.enter_context(child))
-        self._stack.callback(self._threads.shutdown, cancel_futures=True)
+        self._stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
         return self._threads
 
     def _learn(self, key: tuple[Any, ...]) -> Learned:
         child = self._free.get()
-        learned = Learned(**child.ask(list(key), seconds=3600))
-        self._free.put(child)
-        return learned
+        try:
+            return Learned(**child.ask(list(key), seconds=3600))
+        finally:
+            self._free.put(child)  # one that has ended says so to the next
 
 
 def learner(settings: dict[str, Any], orders: Iterable[Any]) -> Iterator[dict[str, Any]]:

@@ -161,11 +161,12 @@ def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, p
     rate = statistics.median(row["tokens_per_second"] for row in seen)
     if variant.has_tail:  # side by side, steps differ in their tokens
         rate = sum(row["tokens_per_second"] * row["seconds"] for row in seen) / sum(row["seconds"] for row in seen)
+    mismatch = [row["train/mismatch"] for row in seen if row.get("train/mismatch")]  # none of versions without own rollouts
     return [
         Row(f"{name}: step", statistics.median(row["seconds"] for row in seen), "s"),
         Row(f"{name}: completions", rate, "tokens/s", peers=others),
         *(Row(f"{name}: completions ÷ {who}", rate / theirs, "ratio", goal=goal) for who, theirs in others.items()),
-        Row(f"{name}: mean |Δ logprob| of engine and trainer", statistics.fmean(row["train/mismatch"] for row in seen), "nats"),
+        *([Row(f"{name}: mean |Δ logprob| at equal version", statistics.fmean(mismatch), "nats")] if mismatch else []),
         Row(f"{name}: mean lag", statistics.fmean(row["lag_mean"] for row in seen), "versions"),
         Row(f"{name}: rejected as too old", statistics.fmean(row.get("rejected", 0.0) for row in seen), "share"),
         Row(f"{name}: exchange of weights", statistics.median(row.get("seconds/engine/swap", 0.0) for row in seen), "s"),

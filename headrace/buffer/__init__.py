@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         open_journal,
         units_per_group,
     )
-    from headrace.buffer.segments import Head, JournalError, Place
+    from headrace.buffer.segments import Block, Head, JournalError, Place
     from headrace.buffer.settings import BufferSettings
 else:
     __getattr__ = front_door(__name__)

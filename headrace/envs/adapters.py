@@ -16,6 +16,8 @@ class Adapter:
     """Of headrace, that installs it; "" if the adapter does without the package."""
     how: str
     """What to write in a recipe."""
+    how_in_0_1: str = ""
+    """The same for version 0.1, if that is another."""
 
     @property
     def version(self) -> str:
@@ -35,7 +37,12 @@ ADAPTERS = (
     Adapter("gymnasium", "gymnasium", _environment("GymnasiumEnvironment", 'id = "MODULE:ID"')),
     Adapter("openenv-core", "openenv", _environment("OpenEnvEnvironment", 'url = "http://HOST:PORT"')),
     Adapter("trl", "", _environment("TrlEnvironment", 'factory = "MODULE:CLASS"')),
-    Adapter("verifiers", "verifiers", _environment("VerifiersEnvironment", 'taskset = "ID"')),
+    Adapter(
+        "verifiers",
+        "verifiers",
+        _environment("VerifiersEnvironment", 'taskset = "ID"'),
+        how_in_0_1=_environment("LoadedVerifiersEnvironment", 'id = "ID"'),
+    ),
     Adapter("reasoning-gym", "gym", 'tasks = { source = "reasoning_gym:NAME" }'),
 )
 
@@ -45,5 +52,6 @@ def list_adapters() -> list[str]:
     lines = []
     for adapter in ADAPTERS:
         fix = "" if adapter.version or not adapter.extra else f"  (pip install headrace[{adapter.extra}])"
-        lines.append(f"{adapter.package:<14} {adapter.version or 'missing':<9} {adapter.how}{fix}")
+        how = adapter.how_in_0_1 if adapter.how_in_0_1 and adapter.version.startswith("0.1.") else adapter.how
+        lines.append(f"{adapter.package:<14} {adapter.version or 'missing':<9} {how}{fix}")
     return lines

@@ -85,6 +85,11 @@ def preflight(recipe: Recipe, given: UserInputs) -> list[str]:
         raise ConfigError(f"model.path = {path!r}: it is an adapter, and SFT trains all weights; merge it first")
     if base_of(path) and recipe.steps and not recipe.lora.is_on:
         raise ConfigError(f"model.path = {path!r}: it is an adapter; set lora.rank to train it further, or merge it first")
+    if recipe.cluster.listen and Path(base_of(path) or "").is_absolute():
+        raise ConfigError(
+            f"model.path = {path!r}: it is an adapter of {base_of(path)}, which other hosts do not fetch; merge it first, or "
+            f"leave cluster.listen out"
+        )
     if recipe.lora.is_on:
         adapter_shapes(recipe.model, recipe.lora)  # raises for a target that the model does not have
     other = recipe.train.reference if recipe.train.reference_every else ""

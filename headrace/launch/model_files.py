@@ -22,10 +22,12 @@ _PIECE_BYTES = 8 << 20
 
 
 def list_files(model: str) -> dict[str, list[int]]:
-    """Size and time of each file in a model's folder, by its path there; empty for a name of the hub, which hosts look up."""
+    """Size and time of each file in a model's folder, by its path there, but for those in `trainer`, which only a resumed run
+    needs; empty for a name of the hub, which hosts look up."""
     folder = Path(model)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock") if folder.is_dir() else []
-    return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+    names = {path.relative_to(folder): path.stat() for path in paths}
+    return {str(name): [seen.st_size, seen.st_mtime_ns] for name, seen in names.items() if name.parts[0] != "trainer"}
 
 
 def read_piece(path: Path, start: int) -> Array:

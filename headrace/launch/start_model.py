@@ -79,7 +79,10 @@ def _round_model(path: str, target: Path, recipe: Recipe, say: Callable[[str], N
     nothing written, if they were such numbers already."""
     transformers_logging.disable_progress_bar()
     model = load_plain(path, dtype=recipe.model.dtype)
-    if not round_weights(model, recipe.lora, device=choose_device(recipe)):
+    is_changed = round_weights(model, recipe.lora, device=choose_device(recipe))
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # for the trainer: this process needs no more of it
+    if not is_changed:
         return False
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -142,8 +144,10 @@ def has_bitsandbytes() -> bool:
 
 
 def _operators() -> Any:  # noqa: ANN401  (torch's operators have no types)
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it asks for a kernel that is not used here
-    import bitsandbytes  # noqa: F401  (defines its operators)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it misses the package hidden from it here
+    hidden = {"kernels": None} if "kernels" not in sys.modules else {}
+    with patch.dict(sys.modules, hidden):  # with that package it would fetch native code from a hub
+        import bitsandbytes  # noqa: F401  (defines its operators)
 
     return torch.ops.bitsandbytes
 

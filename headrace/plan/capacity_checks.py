@@ -12,6 +12,7 @@ import torch
 from headrace.buffer import buffer_policy
 from headrace.config import make_recipe
 from headrace.launch import forecast_memory
+from headrace.lora import base_of
 from headrace.partial import pauses_unfinished
 from headrace.plan.doctor import Finding, check, size
 from headrace.settings import to_dict
@@ -161,7 +162,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
     trained = subject.adapter or subject.num_parameters
     need = (keep + 1) * 12 * trained  # float32 weights, two moments; a new one is written before one is removed
     what = f"disk at {folder}: {size(free)} free" + (f"; {keep} checkpoints and the next take {size(need)}" if need else "")
-    if need and subject.recipe is not None and subject.recipe.lora.is_quantized:
+    if need and subject.recipe is not None and subject.recipe.lora.is_quantized and not base_of(subject.recipe.model.path):
         need += subject.weight_bytes
         what += f"; the rounded model (lora.quantize) {size(subject.weight_bytes)}"
     if free < need:

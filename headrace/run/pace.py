@@ -45,11 +45,12 @@ class Pace:
         queued = max(0, calls - self.slots) // self._group_size
         self._queued = queued if self._queued is None else min(self._queued, queued)
 
-    def completed(self, *, submitted_at: float) -> None:
-        """A group is complete."""
+    def completed(self, *, submitted_at: float, num_arrived: int) -> None:
+        """A group, or an episode if these are buffered one by one, is complete. `num_arrived`: groups that the trainer can
+        therefore take; none if a filter drops it or an earlier one is waited for."""
         now = time.perf_counter()
         self._latencies.append(now - submitted_at)
-        self._arrivals.append(now - (self._last or now))
+        self._arrivals += [now - (self._last or now)] * num_arrived
 
     def batch_taken(self, *, wanted_since: float) -> None:
         """The trainer gets a batch, for which the train loop has waited."""

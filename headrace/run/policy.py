@@ -214,9 +214,15 @@ class PolicyState:
         ended = [each.ended for each in self.in_flight.leave(record) if each.ended is not None]
         if not ended:
             return
+        num_before = self.buffer.num_available // self._units
+        self._keep_or_drop(record, ended, place=place)
         if self.pace is not None:
-            self.pace.completed(submitted_at=group.submitted_at)
-        reason = self._settle_unscored(ended)
+            num_arrived = max(0, self.buffer.num_available // self._units - num_before)
+            self.pace.completed(submitted_at=group.submitted_at, num_arrived=num_arrived)
+
+    def _keep_or_drop(self, record: EpisodeInFlight, ended: list[Episode], *, place: Place | None) -> None:
+        """Put what is complete into the buffer, or drop it if too few of its episodes were scored."""
+        group, reason = record.group, self._settle_unscored(ended)
         scored = tuple(member for member in ended if isinstance(member.outcome, Scored))
         complete = Group(self.in_flight.number(record), scored, group.task.source, group.task.index)
         group.rewards += complete.unshaped_rewards

@@ -15,13 +15,13 @@ from headrace.buffer import Group, JournalError, Versions, versions_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.buffer import Head, Journal, Place
+    from headrace.buffer import Block, Head, Journal, Place
     from headrace.records import Episode
     from headrace.run.in_flight import EpisodeInFlight, GroupInFlight
 
 log = logging.getLogger(__name__)
-_AHEAD = 64
-"""Numbers that are read with those asked for."""
+_AHEAD, _MOST_BYTES = 64, 64 << 20
+"""Numbers that are read with those asked for, at most, and bytes of them all after which no more are."""
 
 
 class RecoveredGroups:
@@ -58,7 +58,14 @@ class RecoveredGroups:
         next; returns whether there was anything to read."""
         if not any(number in self._found and number not in self._read for number in range(first, last)):
             return False
-        ahead = [number for number in range(first, last + _AHEAD) if number in self._found and number not in self._read]
+        ahead: list[int] = []
+        blocks: set[Block] = set()
+        for number in range(first, last + _AHEAD):
+            if number >= last and sum(block.size for block in blocks) > _MOST_BYTES:
+                break
+            if number in self._found and number not in self._read:
+                blocks.add(self._found[number][1].block)
+                ahead.append(number)
         places = [self._found[number][1] for number in ahead]
         read = await asyncio.to_thread(lambda: [self._episodes(place) for place in places])
         self._read.update(zip(ahead, read, strict=True))

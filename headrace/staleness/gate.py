@@ -169,8 +169,8 @@ def describe_gate(recipe: Recipe) -> str:
     gate = make_gate(recipe)
     if isinstance(gate, SlotsGate):
         return f"gate       at most {gate.episodes} episodes unfinished (staleness.slots = {gate.slots:g} batches)"
-    if depth is None:
-        return "gate       none: submission runs ahead as far as the buffer lets it (staleness.gate = 'none')"
+    if isinstance(gate, NoGate):
+        return f"gate       none: submits while fewer than {gate.episodes} episodes are unfinished (staleness.gate = 'none')"
     extra = recipe.partial.extra_groups(groups)
     sizes = f"({depth:g} + 1) × {groups}{f' + {extra}' if extra else ''} = {max_untrained_groups(recipe)}"
     why = f"staleness.max_lag = {staleness.max_lag}"

@@ -35,7 +35,8 @@ class StalenessSettings:
     """The bound on `max_lag = "auto"`, at which groups are rejected."""
     gate: GateName = "depth"
     """When a group may be submitted. `depth`: if it could be trained within max_lag versions were groups trained in order.
-    `slots`: while there is room for its episodes among those unfinished. `none`: whenever the buffer has room."""
+    `slots`: while there is room for its episodes among those unfinished. `none`: while fewer episodes are
+    unfinished than twice the engines' slots, or than a batch has."""
     slots: float = 2.0
     """Batches' worth of episodes that may be unfinished with gate = "slots"."""
     reject: RuleName = "oldest"

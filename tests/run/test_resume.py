@@ -326,4 +326,5 @@ def test_the_table_in_the_docs_is_this_one() -> None:
     page = (ROOT / "docs" / "orchestration.md").read_text()
     table = page.partition("| what changed |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert rows == [*RESUMES, "`engine.count`", *REFUSED, "anything that could change a bit, with `exact = true`", "`--fresh`"]
+    elsewhere = ["`engine.count`", "`[train.parallel]`"]  # tests/launch
+    assert rows == [*RESUMES, *elsewhere, *REFUSED, "anything that could change a bit, with `exact = true`", "`--fresh`"]

@@ -135,12 +135,16 @@ def _is_gated(module: nn.Module) -> bool:
         return False
     given, *steps, _ = graph.nodes
     numbers = {node: index for index, node in enumerate([given, *steps])}
-    return [(step.target, [numbers[each] for each in step.args]) for step in steps] == [
-        ("gate_proj", [0]),
-        ("act_fn", [1]),
-        ("up_proj", [0]),
-        (operator.mul, [2, 3]),
-        ("down_proj", [4]),
+    computed = [
+        (step.target, [numbers[each] if isinstance(each, torch.fx.Node) else None for each in step.args], step.kwargs)
+        for step in steps
+    ]
+    return computed == [
+        ("gate_proj", [0], {}),
+        ("act_fn", [1], {}),
+        ("up_proj", [0], {}),
+        (operator.mul, [2, 3], {}),
+        ("down_proj", [4], {}),
     ]
 
 
