@@ -208,13 +208,12 @@ class PolicyState:
     def collect(self, record: EpisodeInFlight, episode: Episode, *, place: Place | None = None) -> None:
         """Record an episode's outcome. What is complete goes to the buffer, or is dropped if too few episodes were scored: a
         group or, with `buffer.unit = "episode"`, this episode. `place`: where the journal has it."""
-        group = record.group
+        group, num_before = record.group, self.buffer.num_available // self._units
         self.in_flight.end(record, episode)
         self._room.set()
         ended = [each.ended for each in self.in_flight.leave(record) if each.ended is not None]
         if not ended:
             return
-        num_before = self.buffer.num_available // self._units
         self._keep_or_drop(record, ended, place=place)
         if self.pace is not None:
             num_arrived = max(0, self.buffer.num_available // self._units - num_before)

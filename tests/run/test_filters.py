@@ -9,6 +9,7 @@ from helpers import TASKS, same_weights, small_run
 from test_runs import books_close, run_and_kill
 
 from headrace.observe.sinks import read_metrics
+from headrace.run.pace import Pace
 from headrace.settings import ConfigError
 
 
@@ -47,6 +48,19 @@ def test_tied_groups_are_dropped_and_replaced(tmp_path, settings):
     assert reason == "filtered: tied: all siblings have the same reward"
     sampled = result.summary["tokens"]
     assert sampled["wasted"] > 0 and sampled["sampled"] >= sampled["trained"] + sampled["wasted"]
+
+
+@pytest.mark.parametrize("buffer", [{}, {"order": "submission"}], ids=["completion", "submission"])
+def test_auto_lag_counts_the_groups_that_the_trainer_can_take(tmp_path, monkeypatch, buffer):
+    """Not those that a filter drops, nor those that wait for an earlier one."""
+    arrived: list[int] = []
+    monkeypatch.setattr("headrace.run.policy.is_automatic", lambda recipe: True)
+    monkeypatch.setattr(Pace, "completed", lambda self, *, submitted_at, num_arrived: arrived.append(num_arrived))
+    settings = {"filter": {"max_tied": 0.0}, "buffer": buffer, "staleness": {"max_lag": 2}}
+    result = small_run(tmp_path / "run", steps=3, reward=sparse, held_out=None, **settings)
+    counts = result.summary["accounting"]
+    assert len(arrived) * 4 >= counts["trained"] + counts["filtered"] > sum(arrived) * 4
+    assert 0 <= sum(arrived) * 4 - counts["trained"] <= counts["buffered"] + counts["unused"]
 
 
 def test_a_punishment_for_length_neither_unties_a_group_nor_makes_it_hard_nor_unsolved(tmp_path):
