@@ -55,6 +55,10 @@ class LoraSettings:
     def is_on(self) -> bool:
         return self.rank > 0
 
+    @property
+    def names_experts(self) -> bool:
+        return any("experts" in target.split(".") for target in self.targets)
+
     def to_plain(self) -> dict[str, Plain] | None:
         """What a weight update says besides the tensors, whose names are the targets; None if it is off."""
         told: dict[str, Plain] = {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora}

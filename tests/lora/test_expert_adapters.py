@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from headrace.config import make_recipe
 from headrace.engine.native.core import EngineCore
+from headrace.engine.native.kind import NativeKind
 from headrace.engine.request import HeldAdapter, Request
 from headrace.engine.vllm.open import open_engine
 from headrace.lora import AdapterError, LoraSettings, adapter_of, add_adapter, merge_adapter, read_settings, read_tensors
@@ -181,3 +182,12 @@ def test_it_is_refused_where_nothing_would_apply_it(tmp_path: Path) -> None:
         add_adapter(prepare(families.make("qwen3"), name="qwen3"), BOTH)
     with pytest.raises(ConfigError, match=r"targets = \['all', 'q_proj'\]: .*'all', alone or with names of experts"):
         make_recipe({"tasks": tasks, "lora.rank": 4, "lora.targets": ["all", "q_proj"]})
+
+
+def test_several_versions_in_a_batch_are_refused_on_a_gpu_before_a_model_loads() -> None:
+    tasks, kind = [{"source": "builtin:sort_digits"}], NativeKind()
+    settings = {"tasks": tasks, "lora.rank": 4, "partial.interrupt": "lease", "lora.targets": ["all", "experts"]}
+    with pytest.raises(ConfigError, match=r"partial\.interrupt = 'lease'.*one version.*set it to 'keep'"):
+        kind.check_machine(make_recipe(settings), device="cuda")
+    kind.check_machine(make_recipe(settings), device="cpu")
+    kind.check_machine(make_recipe({**settings, "partial.interrupt": "keep"}), device="cuda")

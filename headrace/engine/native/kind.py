@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from headrace.engine.kind import EngineKind, OpenedEngine
+from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 class NativeKind(EngineKind):
     name = "native"
     is_exact = records_routing = records_entropy = True
+
+    def check_machine(self, recipe: Recipe, *, device: str) -> None:
+        has_kernels, lora = device == "cuda" and not recipe.exact, recipe.lora
+        if has_kernels and recipe.partial.leases and lora.is_on and lora.names_experts:
+            raise ConfigError(
+                f"partial.interrupt = {recipe.partial.interrupt!r}: a batch on a GPU has one version of experts' adapters "
+                f"(lora.targets = {list(lora.targets)}); set it to 'keep'"
+            )
 
     def make_inline(
         self, recipe: Recipe, model_path: str, *, device: str, sync: WeightSync, timeline: Timeline, most_blocks: int
