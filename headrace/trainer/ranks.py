@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _WIRE = 1  # of what ranks send each other: ranks of another number do not join
 _ON_DEVICE = ("shards", "replicas", "everyone")  # groups whose tensors are on the ranks' devices
+_SAVING_LIMIT = timedelta(days=7)  # a disk may be slow; a rank that dies closes its sockets, which ends a wait for it
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -67,7 +68,7 @@ class Ranks:
     ) -> Ranks:
         """Join the group, and return when all ranks have. `address`: `tcp://host:port`, where rank 0 opens a rendezvous,
         `file://path` of a new file on this host, or a store that all ranks reach. `timeout`: seconds that joining, and later
-        each collective, may take."""
+        each collective but those of `saving`, may take."""
         ranks = cls(settings, rank=rank, device=torch.device(device))
         limit = timedelta(seconds=timeout)
         try:
@@ -77,7 +78,7 @@ class Ranks:
             raise RankError(f"trainer rank {rank} of {ranks.count} cannot reach the others at {address}: {error}") from None
         first = ranks.rank - ranks.shard_rank
 
-        def group(name: str, members: Sequence[int], *, on_host: bool = False) -> Any:  # noqa: ANN401
+        def group(name: str, members: Sequence[int], limit: timedelta = limit, *, on_host: bool = False) -> Any:  # noqa: ANN401
             store = PrefixStore(f"{name}/{members[0]}", meeting)
             make = _gloo if on_host or ranks.device.type != "cuda" else _nccl
             return make(store, members.index(rank), len(members), limit, is_local=is_local)
@@ -89,7 +90,7 @@ class Ranks:
         ranks.host = group("host", everyone, on_host=True)
         ranks.everyone = group("everyone", everyone)
         sharing = list(range(first, first + ranks.shard))
-        ranks.shards, ranks.saving = group("shards", sharing), group("saving", sharing, on_host=True)
+        ranks.shards, ranks.saving = group("shards", sharing), group("saving", sharing, _SAVING_LIMIT, on_host=True)
         ranks.replicas = group("replicas", list(range(ranks.shard_rank, ranks.count, ranks.shard)))
         return ranks
 

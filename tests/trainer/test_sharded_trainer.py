@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,6 +122,18 @@ def test_a_rank_that_is_missing_or_of_another_layout_is_named(tmp_path: Path) ->
     store.set("joined/1", '{"wire": 0}')
     with pytest.raises(RankError, match=r"rank 1 is not like rank 0: it has \{\"wire\": 0\}"):
         Ranks.join(ParallelSettings(shard=2), rank=0, address=store, timeout=5)
+
+
+def test_a_rank_may_write_its_share_of_a_checkpoint_for_longer_than_a_collective_may_take(tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        address = f"file://{tmp_path}/slow"
+        ranks = Ranks.join(ParallelSettings(shard=2), rank=rank, address=address, timeout=1.0)
+        time.sleep(1.5 * rank)
+        ranks.wait(ranks.saving.barrier(), "saving")
+        ranks.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(save, range(2)))
 
 
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
