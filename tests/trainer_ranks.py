@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"recompute": "layers"},
     "one pass": {"micro_batch_tokens": 4096},
     "groups": {"parameters": GROUPS, "optimizer": "adamw_8bit"},
+    "rates": {"parameters": (ParameterSettings(match="*k_proj*", learning_rate=0.1),)},
     "lora": {},
     **({"four bits": {}} if has_bitsandbytes() else {}),
     "values": {"loss": "ppo", "advantage": "gae"},
