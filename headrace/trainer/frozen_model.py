@@ -63,6 +63,7 @@ class FrozenModel:
     @torch.no_grad()
     def mix(self, other: Arena, share: float) -> None:
         """Set the weights to share · other + (1 − share) · own; `other` has the same layout."""
+        assert other.slots == self.arena.slots
         for dtype, own in self._held().items():
             theirs = other.flat[dtype].to(own.device, own.dtype)
             if share < 1 and dtype.is_floating_point:

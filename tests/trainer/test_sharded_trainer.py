@@ -138,10 +138,12 @@ def test_a_rank_may_write_its_share_of_a_checkpoint_for_longer_than_a_collective
 
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     ranks = Ranks(ParallelSettings(shard=2), rank=0, device=torch.device("cpu"))
-    model = prepare(make("llama"), name="llama")
-    for settings, told in (
-        ({"optimizer": "muon"}, "train.optimizer = 'muon' needs whole matrices"),
-        ({"kl": 0.1, "reference_every": 2, "parameters": GROUPS}, "train.reference_every"),
+    follows = {"kl": 0.1, "reference_every": 2}
+    for family, settings, told in (
+        ("llama", {"optimizer": "muon"}, "train.optimizer = 'muon' needs whole matrices"),
+        ("llama", {**follows, "parameters": GROUPS}, r"train.reference_every.*model.layers.0.* is not"),
+        ("deepseek_v3", follows, r"train.reference_every.*e_score_correction_bias is not"),  # a buffer
     ):
+        model = prepare(make(family), name=family)
         with pytest.raises(ConfigError, match=told):
             DeviceTrainer(model, tokenizer=build_tokenizer(), settings=TrainSettings(**settings), ranks=ranks)
