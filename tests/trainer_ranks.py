@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {},
     **({"four bits": {}} if has_bitsandbytes() else {}),
     "values": {"loss": "ppo", "advantage": "gae"},
-    "reference": {"kl": 0.05, "reference_every": 1, "reference_mix": 0.5},
+    "reference": {"kl": 0.05, "reference_every": 1, "reference_mix": 0.5, "offload": ("reference",)},  # on a GPU
     "experts": {"router_aux": 0.01, "router_z": 0.01},
     "latent": {},
     "bfloat16": {},
@@ -97,7 +97,7 @@ def make_trainer(case: str, ranks: Ranks | None, device: str = "cpu") -> DeviceT
         add_adapter(learner, lora, seed=3)
         hold_in_four_bits(learner, lora, device="cpu" if ranks is not None else device)
     if case == "reference":
-        frozen = {REFERENCE: FrozenModel(model(), ranks=ranks)}
+        frozen = {REFERENCE: FrozenModel(model(), offload=True, ranks=ranks)}
     settings = TrainSettings(**{"micro_batch_tokens": 64, "eps": 1e-2, **CASES[case]})
     dtype = DTYPE.get(case, torch.float32)
     return DeviceTrainer(learner, tokenizer=build_tokenizer(), settings=settings, dtype=dtype, frozen=frozen, ranks=ranks)
