@@ -121,7 +121,7 @@ def test_a_rank_that_is_missing_or_of_another_layout_is_named(tmp_path: Path) ->
     store = FileStore(str(tmp_path / "other"), 2)
     store.set("joined/1", '{"wire": 0}')
     with pytest.raises(RankError, match=r"rank 1 is not like rank 0: it has \{\"wire\": 0\}"):
-        Ranks.join(ParallelSettings(shard=2), rank=0, address=store, timeout=5)
+        Ranks.join(ParallelSettings(shard=2), rank=0, address=f"file://{tmp_path}/other", timeout=5)
 
 
 def test_a_rank_may_write_its_share_of_a_checkpoint_for_longer_than_a_collective_may_take(tmp_path: Path) -> None:
