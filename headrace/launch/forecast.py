@@ -73,9 +73,10 @@ class Forecast:
     @property
     def fullest_device(self) -> int:
         """Bytes on the machine, or on the fullest GPU: if there are several, the trainer's ranks have the first, engines share
-        the rest."""
-        ranks = self.recipe.train.parallel.ranks
-        others = torch.cuda.device_count() - ranks if choose_device(self.recipe) == "cuda" else 0
+        the rest, or have those that Ray reserves for them."""
+        recipe = self.recipe
+        given = recipe.engine.num_engines if recipe.is_on_ray else torch.cuda.device_count() - recipe.train.parallel.ranks
+        others = given if choose_device(recipe) == "cuda" else 0
         if others < 1:
             return self.together
         engines = math.ceil(self.recipe.engine.num_engines / others) * (self.engine.total + self.server)

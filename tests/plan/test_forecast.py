@@ -278,6 +278,13 @@ def test_a_rank_exports_its_share_of_the_weights(gpu, monkeypatch) -> None:
     assert found.fullest_device == found.trainer.total + found.published.exported // 2
 
 
+def test_engines_that_ray_places_are_not_counted_with_the_trainer(gpu) -> None:
+    gpu(192)
+    given = {"model.dtype": "bfloat16", "orchestrate": "ray", "cluster.listen": "10.0.0.5:0", "engine.count": 8}
+    found = forecast_memory(make_recipe(given), MIDDLING, context=256, longest_prompt=32)
+    assert found.fullest_device == found.trainer.total < found.together
+
+
 def vllm_of(**settings):
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
     recipe = make_recipe({"model.dtype": "bfloat16", "engine.kind": "vllm", **dotted})
