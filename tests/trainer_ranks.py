@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from families import make
 from safetensors.torch import load_file, save_file
@@ -23,7 +25,15 @@ from headrace.model import ShardedWeights
 from headrace.model.load import prepare
 from headrace.model.tiny import build_tokenizer
 from headrace.records import Batch
-from headrace.trainer import DeviceTrainer, FrozenModel, ParallelSettings, ParameterSettings, Ranks, TrainSettings
+from headrace.trainer import (
+    DeviceTrainer,
+    FrozenModel,
+    ParallelSettings,
+    ParameterSettings,
+    Ranks,
+    TrainSettings,
+    sharded_saving,
+)
 
 FAMILY = {"experts": "qwen3_moe", "tied": "qwen3", "latent": "deepseek_v3"}
 DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,15 +44,17 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"recompute": "layers"},
     "one pass": {"micro_batch_tokens": 4096},
     "groups": {"parameters": GROUPS, "optimizer": "adamw_8bit"},
+    "rates": {"parameters": (ParameterSettings(match="*k_proj*", learning_rate=0.1),)},
     "lora": {},
     **({"four bits": {}} if has_bitsandbytes() else {}),
     "values": {"loss": "ppo", "advantage": "gae"},
-    "reference": {"kl": 0.05, "reference_every": 1, "reference_mix": 0.5},
+    "reference": {"kl": 0.05, "reference_every": 1, "reference_mix": 0.5, "offload": ("reference",)},  # on a GPU
     "experts": {"router_aux": 0.01, "router_z": 0.01},
     "latent": {},
     "bfloat16": {},
     "float16": {},
     "corrected": {},
+    "full disk": {},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "reference": {"kl": "k3", "kl_weight": 0.05},
@@ -85,7 +97,7 @@ def make_trainer(case: str, ranks: Ranks | None, device: str = "cpu") -> DeviceT
         add_adapter(learner, lora, seed=3)
         hold_in_four_bits(learner, lora, device="cpu" if ranks is not None else device)
     if case == "reference":
-        frozen = {REFERENCE: FrozenModel(model(), ranks=ranks)}
+        frozen = {REFERENCE: FrozenModel(model(), offload=True, ranks=ranks)}
     settings = TrainSettings(**{"micro_batch_tokens": 64, "eps": 1e-2, **CASES[case]})
     dtype = DTYPE.get(case, torch.float32)
     return DeviceTrainer(learner, tokenizer=build_tokenizer(), settings=settings, dtype=dtype, frozen=frozen, ranks=ranks)
@@ -118,6 +130,8 @@ def run_case(case: str, ranks: Ranks | None, folder: Path, device: str = "cpu") 
     found["forward"] = trainer.forward(batch)
     saved = folder / f"saved-{case}-{1 if ranks is None else ranks.count}"
     saved.mkdir(exist_ok=True)
+    if case == "full disk" and ranks is not None:
+        check_full_disk(trainer, ranks, folder)
     found["files"] = trainer.save(saved)
     if ranks is not None:
         ranks.exchange({})  # all have written
@@ -127,6 +141,21 @@ def run_case(case: str, ranks: Ranks | None, folder: Path, device: str = "cpu") 
     if ranks is not None and other.exists():
         found["resumed"] = resume(case, ranks, other, device)["weights"]
     return found
+
+
+def check_full_disk(trainer: DeviceTrainer, ranks: Ranks, folder: Path) -> None:
+    """A rank that cannot write says so, and does not leave the others in a collective: the next checkpoint is whole."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    lost = folder / "saved-in-vain"
+    lost.mkdir(exist_ok=True)
+    if ranks.rank != 1:
+        trainer.save(lost)
+        return
+    with patch.object(sharded_saving, "save_file", fail), pytest.raises(OSError, match="No space left"):
+        trainer.save(lost)
 
 
 def resume(case: str, ranks: Ranks | None, saved: Path, device: str = "cpu") -> dict[str, Any]:

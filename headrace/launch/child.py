@@ -127,16 +127,21 @@ class RoleWorker:
     async def _rescue(self, trainer: LocalTrainer) -> str:
         """Save weights and optimizer once the current step is done; return a message with the folder. It is for the user: only
         the launcher could write a checkpoint to resume from."""
-        folder = Path(self._order.placement.run_folder) / "checkpoints" / f"rescued-{trainer.version}"
-        temporary = folder.with_name(f".step-{folder.name}.tmp")
+        order = self._order
+        checkpoints = Path(order.placement.run_folder) / "checkpoints"
+        temporary = checkpoints / f".step-rescued-{order.incarnation}.tmp"  # of all ranks, which may be at different versions
+        mark = temporary / f"{_SAVED}{order.index}"
         temporary.mkdir(parents=True, exist_ok=True)
+        mark.unlink(missing_ok=True)  # an earlier rescue in vain may have left it
         await trainer.abandon()  # so that no step waits for engines to load an update
         await trainer.save(temporary)
-        (temporary / f"{_SAVED}{self._order.index}").touch()
-        if not self._order.index:
-            await asyncio.to_thread(_wait_for_ranks, temporary, self._num_ranks)
-            shutil.rmtree(folder, ignore_errors=True)
-            temporary.rename(folder)
+        mark.touch()
+        if order.index:
+            return "; its share of weights and optimizer is saved, and rank 0 names the folder"
+        await asyncio.to_thread(_wait_for_ranks, temporary, self._num_ranks)
+        folder = checkpoints / f"rescued-{trainer.version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
         return f"; weights and optimizer as trained since version {trainer.version} was published are saved in {folder}"
 
     # Calls

@@ -73,13 +73,14 @@ class Forecast:
     @property
     def fullest_device(self) -> int:
         """Bytes on the machine, or on the fullest GPU: if there are several, the trainer's ranks have the first, engines share
-        the rest."""
-        ranks = self.recipe.train.parallel.ranks
-        others = torch.cuda.device_count() - ranks if choose_device(self.recipe) == "cuda" else 0
+        the rest, or have those that Ray reserves for them."""
+        recipe = self.recipe
+        given = recipe.engine.num_engines if recipe.is_on_ray else torch.cuda.device_count() - recipe.train.parallel.ranks
+        others = given if choose_device(recipe) == "cuda" else 0
         if others < 1:
             return self.together
         engines = math.ceil(self.recipe.engine.num_engines / others) * (self.engine.total + self.server)
-        return max(self.trainer.total + self.published.exported, engines)
+        return max(self.trainer.total + self._exported, engines)
 
     @property
     def together(self) -> int:
@@ -88,7 +89,12 @@ class Forecast:
         ranks = 1 if choose_device(self.recipe) == "cuda" else self.recipe.train.parallel.ranks  # of one device
         training = ranks * self.trainer.total + settings.num_engines * (self.engine.asleep(settings.sleep) + beside)
         generating = ranks * self.trainer.resident + settings.num_engines * (self.engine.total + beside)
-        return self.published.exported + max(training, generating)
+        return self._exported + max(training, generating)
+
+    @property
+    def _exported(self) -> int:
+        """Of one rank."""
+        return self.published.exported // _num_senders(self.recipe)
 
 
 def forecast_memory(
@@ -116,12 +122,9 @@ def forecast_memory(
         on_gpu=on_gpu,
         total=torch.cuda.mem_get_info()[1] if on_gpu else 0,
     )
-    published_bytes, adapter, adapter_width = engine.weights, 0, 0
-    if recipe.lora.is_on:
-        shapes = adapter_shapes(recipe.model, recipe.lora)
-        adapter = sum(map(math.prod, shapes.values()))
-        adapter_width = recipe.lora.rank * sum(name.endswith("lora_A.weight") for name in shapes) // shape.layers
-        published_bytes = adapter * bytes_per_number(recipe.model.dtype)
+    published_bytes, shapes = engine.weights, _adapter_of(recipe)
+    if shapes:
+        published_bytes = sum(map(math.prod, shapes.values())) * bytes_per_number(recipe.model.dtype)
         places = adapter_places(recipe.partial)
         older = published_bytes * (places - 1) if on_gpu else 0  # not released while the engine sleeps
         first = sum(math.prod(each) for name, each in shapes.items() if name.endswith("lora_A.weight"))
@@ -129,22 +132,55 @@ def forecast_memory(
         weights, steps = engine.weights + published_bytes + behind, engine.steps + older
         engine = dataclasses.replace(engine, weights=weights, steps=steps, staging=published_bytes)
     published = transport_class(choose_transport(recipe)).memory(published_bytes, on_gpu=on_gpu)
-    is_own_reference = recipe.lora.is_on and not recipe.train.reference  # with its adapter off
-    trainer = predict_memory(
+    trainer = _trainer_memory(
+        recipe,
+        shape,
+        adapter=shapes,
+        longest=min(context, longest_prompt + recipe.sampling.max_tokens),
+        on_gpu=on_gpu,
+        num_parameters=num_parameters,
+        publishing=published.trainer // _num_senders(recipe),
+    )
+    return Forecast(recipe, trainer, engine, published, server, most_blocks)
+
+
+def _trainer_memory(
+    recipe: Recipe,
+    shape: ModelShape,
+    *,
+    adapter: Mapping[str, Sequence[int]],
+    longest: int,
+    on_gpu: bool,
+    num_parameters: int,
+    publishing: int = 0,
+) -> TrainerMemory:
+    """Of one rank, for rollouts of at most `longest` tokens. `adapter`: shapes of its tensors."""
+    is_own_reference = adapter and not recipe.train.reference  # with its adapter off
+    num_pairs = sum(name.endswith("lora_A.weight") for name in adapter)
+    return predict_memory(
         shape,
         recipe.train,
         dtype=recipe.model.dtype,
-        tokens=tokens_per_pass(recipe, longest=min(context, longest_prompt + recipe.sampling.max_tokens)),
+        tokens=tokens_per_pass(recipe, longest=longest),
         on_gpu=on_gpu,
         num_parameters=num_parameters,
         frozen=frozen_sizes(recipe),
         num_references=(bool(recipe.train.kl) and not is_own_reference) + bool(recipe.train.teacher),
-        publishing=published.trainer // (1 if adapter else recipe.train.parallel.shard),
-        adapter=adapter,
-        adapter_width=adapter_width,
+        publishing=publishing,
+        adapter=sum(map(math.prod, adapter.values())),
+        adapter_width=recipe.lora.rank * num_pairs // shape.layers,
         quantized=quantized_sizes(recipe.model, recipe.lora) if recipe.lora.is_quantized else (),
     )
-    return Forecast(recipe, trainer, engine, published, server, most_blocks)
+
+
+def _adapter_of(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """Shapes of the adapter's tensors; none without one."""
+    return adapter_shapes(recipe.model, recipe.lora) if recipe.lora.is_on else {}
+
+
+def _num_senders(recipe: Recipe) -> int:
+    """Ranks that publish, each an equal part; an adapter is whole on every rank, and the first publishes it."""
+    return 1 if recipe.lora.is_on else recipe.train.parallel.shard
 
 
 def describe_ranks(recipe: Recipe) -> str:
@@ -156,17 +192,13 @@ def describe_ranks(recipe: Recipe) -> str:
         return f"memory     of the trainer's ranks is not predicted: {error}"
     shape, parallel = ModelShape.of(config), recipe.train.parallel
     longest = min(config_limit(config, recipe.model.context), recipe.model.context or recipe.train.micro_batch_tokens)
-    adapter = sum(map(math.prod, adapter_shapes(recipe.model, recipe.lora).values())) if recipe.lora.is_on else 0
-    memory = predict_memory(
+    memory = _trainer_memory(
+        recipe,
         shape,
-        recipe.train,
-        dtype=recipe.model.dtype,
-        tokens=tokens_per_pass(recipe, longest=longest),
+        adapter=_adapter_of(recipe),
+        longest=longest,
         on_gpu=recipe.device != "cpu",
         num_parameters=sum(map(math.prod, parameter_shapes(recipe.model).values())),
-        frozen=frozen_sizes(recipe),
-        num_references=(bool(recipe.train.kl) and not (adapter and not recipe.train.reference)) + bool(recipe.train.teacher),
-        adapter=adapter,
     )
     device, whole = "CPU" if recipe.device == "cpu" else "GPU", memory.gathered + max(memory.head, memory.layer)
     state = memory.masters + memory.gradients + memory.moments

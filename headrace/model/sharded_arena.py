@@ -22,7 +22,7 @@ from headrace.model.arena import ALIGNMENT, Arena, Layout, Slot, _lay_out, _memo
 from headrace.model.sharded_weights import ShardedWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -168,13 +168,6 @@ class ShardedArena(Arena):
         storage = tensor.untyped_storage().data_ptr()
         groups = (group for unit in self.units for group in unit)
         return storage != 0 and any(group.whole.untyped_storage().data_ptr() == storage for group in groups)
-
-    def pieces(self, names: Collection[str]) -> Iterator[tuple[str, int, int]]:
-        """(tensor, first element, one past the last) of what this rank has of these tensors."""
-        for name in names:
-            count = math.prod(self.slots[name].shape)
-            if count:
-                yield name, self.first[name], self.first[name] + count
 
 
 def _fill(buffer: Tensor) -> None:

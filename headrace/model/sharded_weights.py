@@ -26,7 +26,3 @@ class ShardedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, int, int, Tensor]]:
         return iter(self.ranges)
-
-    @property
-    def manifest_slots(self) -> Mapping[str, Slot]:
-        return self.slots

@@ -44,7 +44,7 @@ class FrozenModel:
         narrow = {dtype: flat for dtype, flat in self.arena.flat.items() if dtype.is_floating_point and dtype.itemsize < 4}
         self._wide = {dtype: flat.to("cpu", torch.float32) for dtype, flat in narrow.items() if keep_digits}
         self._on_host: Arena | None = None
-        if offload and not is_sharded and self.arena.device.type == "cuda":
+        if offload and self.arena.device.type == "cuda":
             self._on_host = Arena(self.arena.slots, device=torch.device("cpu"), allocate=_pinned)
             self._on_host.copy_from(self.arena)
             self._num_bytes = self.arena.memory.untyped_storage().size()
@@ -63,6 +63,7 @@ class FrozenModel:
     @torch.no_grad()
     def mix(self, other: Arena, share: float) -> None:
         """Set the weights to share · other + (1 − share) · own; `other` has the same layout."""
+        assert other.slots == self.arena.slots
         for dtype, own in self._held().items():
             theirs = other.flat[dtype].to(own.device, own.dtype)
             if share < 1 and dtype.is_floating_point:

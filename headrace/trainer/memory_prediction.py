@@ -228,7 +228,8 @@ def predict_memory(
     vectors = shape.vectors
     matrices = max(num_parameters - vectors, 0) or shape.matrices
     shard = settings.parallel.shard
-    unquantized = width * (matrices // shard + adapter) + _WIDE * vectors // shard
+    reference = width * (matrices // shard) + _WIDE * vectors // shard  # never in 4 bits, and without an adapter
+    unquantized = reference + width * adapter
     weights = unquantized - (width * sum(quantized) - sum(map(held_bytes, quantized))) // shard
     trained, vectors = (adapter, 0) if adapter else ((matrices - sum(frozen)) // shard, vectors // shard)
     outer = 0 if adapter else shape.embedding * ((1 if shape.is_tied else 2) - frozen.count(shape.embedding)) // shard
@@ -247,8 +248,8 @@ def predict_memory(
     head_gradient = 0 if adapter else _WIDE * costs.head_gradients * shape.embedding
     # On a CPU a reference that follows the policy is copied into checkpoints; one that is mixed in is held in float32 too.
     wide = 0 if on_gpu or settings.reference_mix == 1 or width == _WIDE else _WIDE * matrices // shard
-    references = 0 if "reference" in settings.offload and on_gpu else num_references * weights
-    copied = 0 if on_gpu or not settings.reference_every else wide or weights
+    references = 0 if "reference" in settings.offload and on_gpu else num_references * reference
+    copied = 0 if on_gpu or not settings.reference_every else wide or reference
     logits = min(costs.chunk_elements, tokens * shape.vocabulary)
     chunk = logits * (_WIDE * costs.wide_chunks + width * costs.narrow_chunks)
     whole = _WholeUnits.of(shape, width=width, shard=shard, is_trained=not adapter)

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+    from torch._C._distributed_c10d import Store
 
     from headrace.records import Array
     from headrace.trainer.parallel import ParallelSettings
 
 _WIRE = 1  # of what ranks send each other: ranks of another number do not join
 _ON_DEVICE = ("shards", "replicas", "everyone")  # groups whose tensors are on the ranks' devices
-_LOCAL = ("127.0.0.1", "localhost", "::1")
+_SAVING_LIMIT = timedelta(days=7)  # a disk may be slow; a rank that dies closes its sockets, which ends a wait for it
 
 
 class RankError(RuntimeError):
@@ -61,26 +62,25 @@ class Ranks:
         settings: ParallelSettings,
         *,
         rank: int,
-        address: str | Store,
+        address: str,
         device: torch.device | str = "cpu",
         timeout: float = 600.0,
     ) -> Ranks:
-        """Join the group, and return when all ranks have. `address`: `tcp://host:port`, where rank 0 opens a rendezvous,
-        `file://path` of a new file on this host, or a store that all ranks reach. `timeout`: seconds that joining, and later
-        each collective, may take."""
+        """Join the group, and return when all ranks have. `address`: `file://path` of a new file on the host of all ranks.
+        `timeout`: seconds that joining, and later each collective but those of `saving`, may take."""
         ranks = cls(settings, rank=rank, device=torch.device(device))
         limit = timedelta(seconds=timeout)
         try:
-            meeting, is_local = _rendezvous(address, rank=rank, count=ranks.count, limit=limit)
+            meeting = FileStore(address.removeprefix("file://"), ranks.count)
             ranks._meet(meeting, timeout)
         except dist.DistError as error:
             raise RankError(f"trainer rank {rank} of {ranks.count} cannot reach the others at {address}: {error}") from None
         first = ranks.rank - ranks.shard_rank
 
-        def group(name: str, members: Sequence[int], *, on_host: bool = False) -> Any:  # noqa: ANN401
+        def group(name: str, members: Sequence[int], limit: timedelta = limit, *, on_host: bool = False) -> Any:  # noqa: ANN401
             store = PrefixStore(f"{name}/{members[0]}", meeting)
             make = _gloo if on_host or ranks.device.type != "cuda" else _nccl
-            return make(store, members.index(rank), len(members), limit, is_local=is_local)
+            return make(store, members.index(rank), len(members), limit)
 
         if ranks.device.type == "cuda":
             ranks.device = torch.device("cuda", ranks.device.index or 0)
@@ -89,7 +89,7 @@ class Ranks:
         ranks.host = group("host", everyone, on_host=True)
         ranks.everyone = group("everyone", everyone)
         sharing = list(range(first, first + ranks.shard))
-        ranks.shards, ranks.saving = group("shards", sharing), group("saving", sharing, on_host=True)
+        ranks.shards, ranks.saving = group("shards", sharing), group("saving", sharing, _SAVING_LIMIT, on_host=True)
         ranks.replicas = group("replicas", list(range(ranks.shard_rank, ranks.count, ranks.shard)))
         return ranks
 
@@ -161,25 +161,14 @@ class Ranks:
         return [json.loads(bytes(rows[rank, : int(sizes[rank])].numpy())) for rank in range(self.count)]
 
 
-def _rendezvous(address: str | Store, *, rank: int, count: int, limit: timedelta) -> tuple[Store, bool]:
-    """A store that all ranks reach, and whether all are on this host."""
-    if isinstance(address, Store):
-        return address, False
-    if address.startswith("file://"):
-        return FileStore(address.removeprefix("file://"), count), True
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return TCPStore(host, int(port), count, rank == 0, limit, wait_for_workers=False), host in _LOCAL
-
-
-def _gloo(store: Store, rank: int, size: int, limit: timedelta, *, is_local: bool) -> Any:  # noqa: ANN401
+def _gloo(store: Store, rank: int, size: int, limit: timedelta) -> Any:  # noqa: ANN401
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
-    make = dist.ProcessGroupGloo
-    options._devices = [make.create_device(hostname="127.0.0.1") if is_local else make.create_default_device()]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Store, rank: int, size: int, limit: timedelta, *, is_local: bool) -> Any:  # noqa: ANN401
+def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:  # noqa: ANN401
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, size, options)

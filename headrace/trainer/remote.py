@@ -159,6 +159,8 @@ class RemoteTrainer:
         for rank, error in seen.items():
             if isinstance(error, RemoteError) and not _is_of_group(error):
                 raised = self._raised(rank, name, error)
+                if isinstance(raised, OSError):
+                    await asyncio.wait(answers)  # the others still write into the folder, which is removed now
                 self._is_broken = len(seen) < len(ranks) and not isinstance(raised, SyncError | Superseded | OSError)
                 return raised
         closed = [rank for rank, error in seen.items() if isinstance(error, StreamClosed)]

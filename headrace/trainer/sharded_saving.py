@@ -8,6 +8,7 @@ of the same name says what they are (`saved_state`). The folder is complete when
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -63,20 +64,39 @@ def save(
         state |= {name: optimizer.master(name).to("cpu", copy=True) for name in of_values}
         referred_to = reference.state() if reference is not None else {}
     on_read()
-    (folder / "trainer").mkdir(parents=True, exist_ok=True)
-    written = _write_weights(model, folder, arena, weights, ranks)
+    files = _Files()
+    files.write(lambda: (folder / "trainer").mkdir(parents=True, exist_ok=True))
+    _write_weights(model, folder, arena, weights, ranks, files)
     del weights  # before the rest is written
     first = {name: arena.first[name] for name in optimizer.names - of_values}
     if ranks.rank == 0:
         first |= dict.fromkeys(of_values, 0)
-        written += _write_rest(model, tokenizer, folder, arena)
-    written += write_state(folder, OPTIMIZER, state, optimizer=optimizer, first=first, rank=ranks.shard_rank)
+        files.write(lambda: _write_rest(model, tokenizer, folder, arena))
+    files.write(lambda: write_state(folder, OPTIMIZER, state, optimizer=optimizer, first=first, rank=ranks.shard_rank))
     if reference is not None:
-        written += write_state(folder, REFERENCE, referred_to, first=arena.first, rank=ranks.shard_rank)
-    for path in written:
-        sync(path)
+        files.write(lambda: write_state(folder, REFERENCE, referred_to, first=arena.first, rank=ranks.shard_rank))
+    for path in files.written:
+        files.write(functools.partial(sync, path))
     ranks.wait(ranks.saving.barrier(), "waiting for the others' files of a checkpoint")
-    return {str(path.relative_to(folder)): fingerprint(path) for path in written}
+    if files.error is not None:
+        raise files.error
+    return {str(path.relative_to(folder)): fingerprint(path) for path in files.written}
+
+
+class _Files:
+    """What a rank has written. After an error it writes no more but goes on: the others wait for it in collectives, which the
+    next checkpoint uses too."""
+
+    def __init__(self) -> None:
+        self.written: list[Path] = []
+        self.error: Exception | None = None
+
+    def write(self, action: Callable[[], list[Path] | None]) -> None:
+        if self.error is None:
+            try:
+                self.written += action() or ()
+            except Exception as error:  # noqa: BLE001  (a tokenizer raises anything when the disk is full)
+                self.error = error
 
 
 def load(
@@ -115,10 +135,9 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _write_weights(
-    model: PreTrainedModel, folder: Path, arena: ShardedArena, pieces: Mapping[str, Tensor], ranks: Ranks
-) -> list[Path]:
+    model: PreTrainedModel, folder: Path, arena: ShardedArena, pieces: Mapping[str, Tensor], ranks: Ranks, files: _Files
+) -> None:
     """Send the slices of each unit to its writer, which writes them as whole tensors."""
-    written = []
     for place, file in _files(arena).items():
         writer = place % ranks.shard
         tensors: dict[str, Tensor] = {}
@@ -137,10 +156,13 @@ def _write_weights(
             if is_writer:
                 tensors |= group.views(whole)
         if tensors:
-            named = {name: tensor.contiguous() for name, tensor in _as_saved(model, tensors).items()}
-            save_file(_apart(named), folder / file, metadata={"format": "pt"})
-            written.append(folder / file)
-    return written
+            files.write(functools.partial(_write_unit, model, folder / file, tensors))
+
+
+def _write_unit(model: PreTrainedModel, file: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
+    named = {name: tensor.contiguous() for name, tensor in _as_saved(model, tensors).items()}
+    save_file(_apart(named), file, metadata={"format": "pt"})
+    return [file]
 
 
 def _files(arena: ShardedArena) -> dict[int, str]:

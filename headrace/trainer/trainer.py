@@ -38,6 +38,7 @@ from headrace.model import (
     check_recorded,
     empty_pass,
     find_readable_routers,
+    held_tensors,
     hidden_states,
     make_context,
     members_of,
@@ -163,9 +164,10 @@ class DeviceTrainer:
         layout = f"train.parallel.shard = {ranks.shard}"
         if settings.optimizer == "muon" and learner is self.model:
             raise ConfigError(f"{layout}: train.optimizer = 'muon' needs whole matrices; set it to 'adamw' or 'adamw_8bit'")
-        if settings.reference_every and any(group.freeze for group in settings.parameters):
+        untrained = [name for name, tensor in held_tensors(self.model) if not tensor.requires_grad]
+        if settings.reference_every and untrained:
             given = "a reference that follows the policy (train.reference_every) cannot be sharded"
-            raise ConfigError(f"{layout}: {given} where train.parameters freezes some; leave one of them out")
+            raise ConfigError(f"{layout}: {given} where not all is trained: {untrained[0]} is not; leave one of them out")
         return Sharding(self.model, ranks)
 
     def _piece(self, name: str, tensor: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ class Segment:
         self.slots, self.decay, self.rate = slots, decay, rate
         self._settings, self._is_offloaded = settings, offload
         places = list(slots.values())
-        self._start, stop = places[0].start, places[-1].stop
+        # Of a rank's part of an arena, a tensor it has nothing of may come last, before the end of another.
+        self._start, stop = places[0].start, max(place.stop for place in places)
         self.weights = weights = arena.flat[places[0].dtype][self._start : stop]
         device = torch.device("cpu") if offload else weights.device
         self._is_own_master = weights.dtype == torch.float32 and weights.device == device

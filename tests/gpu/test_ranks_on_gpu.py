@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-CASES = ["plain", "tied", "lora", "experts"]
+CASES = ["plain", "tied", "lora", "experts", "reference"]
 
 
 def test_two_ranks_give_what_one_gives(tmp_path: Path) -> None:

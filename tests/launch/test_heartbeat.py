@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers import small_run
 
 from headrace.config import make_recipe
 from headrace.launch import heartbeat
+from headrace.launch.child import RoleWorker
 from headrace.launch.heartbeat import send_heartbeats, watch_launcher
 from headrace.launch.placement import place_on_this_host
 from headrace.launch.process import ChildProcess
@@ -102,3 +105,30 @@ def test_a_reward_that_blocks_the_event_loop_for_many_heartbeats_loses_nobody(tm
     for name in ("engine-0", "trainer"):
         log = (run.folder / "logs" / f"{name}.log").read_text()
         assert log.count(f"{name} on cpu") == 1 and "heard nothing" not in log, log
+
+
+def test_ranks_that_a_launcher_left_at_different_versions_rescue_into_one_folder(tmp_path: Path) -> None:
+    async def rescue(rank: int, version: int, saving: asyncio.Barrier) -> str:
+        async def abandon() -> None: ...
+
+        async def save(folder: Path) -> None:
+            await saving.wait()
+            await asyncio.sleep(0.3 * rank)
+            (folder / f"optimizer-{rank}").touch()
+
+        worker: Any = RoleWorker.__new__(RoleWorker)
+        placement = SimpleNamespace(run_folder=str(tmp_path))
+        worker._order, worker._num_ranks = SimpleNamespace(placement=placement, index=rank, incarnation=2), 2
+        return await worker._rescue(SimpleNamespace(version=version, abandon=abandon, save=save))
+
+    async def both() -> list[str]:
+        saving = asyncio.Barrier(2)
+        return await asyncio.wait_for(asyncio.gather(rescue(0, 7, saving), rescue(1, 6, saving)), 10)
+
+    in_vain = tmp_path / "checkpoints" / ".step-rescued-2.tmp"
+    in_vain.mkdir(parents=True)
+    (in_vain / ".saved-by-1").touch()
+    words = asyncio.run(both())
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert folder.name == "rescued-7" and str(folder) in words[0] and str(folder) not in words[1]
+    assert sorted(path.name for path in folder.iterdir()) == ["optimizer-0", "optimizer-1"]

@@ -54,9 +54,21 @@ def test_a_dry_run_of_a_large_recipe_tells_what_each_rank_needs(
     recipe: str, hub: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = RECIPES[recipe]
-    with pytest.raises(SystemExit) as ended:
-        main(["train", f"recipes/{recipe}.toml", "--dry-run"])
-    assert ended.value.code == 0
-    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
+    told = told_by(capsys, recipe)
     assert f"GB on each of {ranks} trainer ranks, predicted for a GPU" in told
     assert 20 < float(told.split()[1]) < 76, told  # of 80 GB
+
+
+def test_an_adapter_on_weights_in_four_bits_is_counted_as_such(hub: None, capsys: pytest.CaptureFixture[str]) -> None:
+    def weights(*more: str) -> float:
+        told = told_by(capsys, "reasoning-qwen3-8b-8gpu", "--lora.rank=16", *more)
+        return float(told.partition("weights ")[2].partition(",")[0])
+
+    assert weights("--lora.quantize=nf4") < 0.6 * weights(), "the embedding and the head stay as they are"
+
+
+def told_by(capsys: pytest.CaptureFixture[str], recipe: str, *more: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", f"recipes/{recipe}.toml", "--dry-run", *more])
+    assert ended.value.code == 0
+    return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))

@@ -194,7 +194,10 @@ def test_an_adapter_is_all_that_is_published_saved_and_staged_and_is_its_own_ref
     assert asked.trainer == adapted.trainer, "the reference is the policy with its adapter off"
     assert adapted.engine.staging == size and adapted.engine.weights == whole.engine.weights + size
     assert adapted.trainer.publishing == adapted.published.trainer == whole.published.trainer * size // whole.engine.weights
-    assert of(**{"train.kl": 0.1, "train.reference": str(tiny_model)}).trainer.references == asked.trainer.weights
+    other = {"train.kl": 0.1, "train.reference": str(tiny_model)}
+    assert of(**other).trainer.references == whole.trainer.weights
+    in_four_bits = of(**other, **{"lora.quantize": "nf4"}).trainer
+    assert in_four_bits.references == whole.trainer.weights > in_four_bits.weights, "only the policy is in 4 bits"
 
 
 def test_the_doctor_counts_an_adapter_and_refuses_an_unknown_target(tiny_model) -> None:
@@ -264,6 +267,22 @@ def test_on_a_cpu_the_memory_of_the_machine_counts(monkeypatch) -> None:
         monkeypatch.setattr(capacity, "free_memory", lambda free=free: (free, 2 * free))
         (finding,) = capacity.check_memory(subject(device="cpu", model__dtype="float32"))
         assert finding.level == level and "at its peak the trainer takes" in finding.what
+
+
+def test_a_rank_exports_its_share_of_the_weights(gpu, monkeypatch) -> None:
+    gpu(192)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    given = {"model.dtype": "bfloat16", "sync.transport": "cuda_ipc", "train.parallel.shard": 2}
+    found = forecast_memory(make_recipe(given), MIDDLING, context=256, longest_prompt=32)
+    assert found.published.exported and found.trainer.total > found.engine.total
+    assert found.fullest_device == found.trainer.total + found.published.exported // 2
+
+
+def test_engines_that_ray_places_are_not_counted_with_the_trainer(gpu) -> None:
+    gpu(192)
+    given = {"model.dtype": "bfloat16", "orchestrate": "ray", "cluster.listen": "10.0.0.5:0", "engine.count": 8}
+    found = forecast_memory(make_recipe(given), MIDDLING, context=256, longest_prompt=32)
+    assert found.fullest_device == found.trainer.total < found.together
 
 
 def vllm_of(**settings):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,15 +121,29 @@ def test_a_rank_that_is_missing_or_of_another_layout_is_named(tmp_path: Path) ->
     store = FileStore(str(tmp_path / "other"), 2)
     store.set("joined/1", '{"wire": 0}')
     with pytest.raises(RankError, match=r"rank 1 is not like rank 0: it has \{\"wire\": 0\}"):
-        Ranks.join(ParallelSettings(shard=2), rank=0, address=store, timeout=5)
+        Ranks.join(ParallelSettings(shard=2), rank=0, address=f"file://{tmp_path}/other", timeout=5)
+
+
+def test_a_rank_may_write_its_share_of_a_checkpoint_for_longer_than_a_collective_may_take(tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        address = f"file://{tmp_path}/slow"
+        ranks = Ranks.join(ParallelSettings(shard=2), rank=rank, address=address, timeout=1.0)
+        time.sleep(1.5 * rank)
+        ranks.wait(ranks.saving.barrier(), "saving")
+        ranks.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(save, range(2)))
 
 
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     ranks = Ranks(ParallelSettings(shard=2), rank=0, device=torch.device("cpu"))
-    model = prepare(make("llama"), name="llama")
-    for settings, told in (
-        ({"optimizer": "muon"}, "train.optimizer = 'muon' needs whole matrices"),
-        ({"kl": 0.1, "reference_every": 2, "parameters": GROUPS}, "train.reference_every"),
+    follows = {"kl": 0.1, "reference_every": 2}
+    for family, settings, told in (
+        ("llama", {"optimizer": "muon"}, "train.optimizer = 'muon' needs whole matrices"),
+        ("llama", {**follows, "parameters": GROUPS}, r"train.reference_every.*model.layers.0.* is not"),
+        ("deepseek_v3", follows, r"train.reference_every.*e_score_correction_bias is not"),  # a buffer
     ):
+        model = prepare(make(family), name=family)
         with pytest.raises(ConfigError, match=told):
             DeviceTrainer(model, tokenizer=build_tokenizer(), settings=TrainSettings(**settings), ranks=ranks)

@@ -180,6 +180,27 @@ def test_what_a_rank_raised_is_told_of_it_and_the_trainer_does_not_save_after_it
     assert "trainer-1 failed: ZeroDivisionError: of its own" in str(error)
 
 
+def test_an_error_of_the_disk_is_told_when_no_rank_writes_any_more(tmp_path: Path) -> None:
+    written = []
+
+    def calls_of(rank: int) -> dict[str, Any]:
+        async def save(folder: str) -> dict[str, list[int]]:
+            if rank == 1:
+                raise OSError(28, "No space left on device")
+            await asyncio.sleep(0.3)
+            written.append(rank)
+            return {}
+
+        return {"save": save}
+
+    async def test(group: Group) -> None:
+        with pytest.raises(OSError, match="No space left"):
+            await group.trainer.save(tmp_path)
+        assert written == [0] and not group.trainer.is_lost
+
+    in_group(2, calls_of, tmp_path, test)
+
+
 def test_a_rank_that_does_not_load_is_named(tmp_path: Path) -> None:
     def calls_of(rank: int) -> dict[str, Any]:
         async def load(folder: str) -> None:
