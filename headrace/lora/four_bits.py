@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import sys
 from typing import TYPE_CHECKING, Any, cast
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 BLOCK = 64
 """Numbers that share a scale."""
+_FETCHING = "kernels"
+"""A package through which bitsandbytes would fetch native code from a hub, if it could import it."""
 
 
 def find_quantized(model: PreTrainedModel, settings: LoraSettings) -> dict[str, nn.Linear]:
@@ -145,10 +146,12 @@ def has_bitsandbytes() -> bool:
 
 def _operators() -> Any:  # noqa: ANN401  (torch's operators have no types)
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it misses the package hidden from it here
-    hidden = {"kernels": None} if "kernels" not in sys.modules else {}
-    with patch.dict(sys.modules, hidden):  # with that package it would fetch native code from a hub
+    is_hidden = cast("dict[str, Any]", sys.modules).setdefault(_FETCHING, None) is None
+    try:
         import bitsandbytes  # noqa: F401  (defines its operators)
-
+    finally:
+        if is_hidden:
+            del sys.modules[_FETCHING]
     return torch.ops.bitsandbytes
 
 
