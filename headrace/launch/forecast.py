@@ -55,6 +55,7 @@ class Forecast:
     trainer: TrainerMemory
     engine: EngineMemory
     published: TransportMemory
+    """Of one rank and one engine."""
     server: int = 0
     """Memory of the vLLM server behind an engine's process, on the same device."""
     most_blocks: int = 0
@@ -73,14 +74,13 @@ class Forecast:
     @property
     def fullest_device(self) -> int:
         """Bytes on the machine, or on the fullest GPU: if there are several, the trainer's ranks have the first, engines share
-        the rest, or have those that Ray reserves for them."""
-        recipe = self.recipe
-        given = recipe.engine.num_engines if recipe.is_on_ray else torch.cuda.device_count() - recipe.train.parallel.ranks
-        others = given if choose_device(recipe) == "cuda" else 0
+        the rest."""
+        ranks = self.recipe.train.parallel.ranks
+        others = torch.cuda.device_count() - ranks if choose_device(self.recipe) == "cuda" else 0
         if others < 1:
             return self.together
         engines = math.ceil(self.recipe.engine.num_engines / others) * (self.engine.total + self.server)
-        return max(self.trainer.total + self._exported, engines)
+        return max(self.trainer.total + self.published.exported, engines)
 
     @property
     def together(self) -> int:
@@ -89,12 +89,7 @@ class Forecast:
         ranks = 1 if choose_device(self.recipe) == "cuda" else self.recipe.train.parallel.ranks  # of one device
         training = ranks * self.trainer.total + settings.num_engines * (self.engine.asleep(settings.sleep) + beside)
         generating = ranks * self.trainer.resident + settings.num_engines * (self.engine.total + beside)
-        return self._exported + max(training, generating)
-
-    @property
-    def _exported(self) -> int:
-        """Of one rank."""
-        return self.published.exported // _num_senders(self.recipe)
+        return self.published.exported + max(training, generating)
 
 
 def forecast_memory(
@@ -132,6 +127,9 @@ def forecast_memory(
         weights, steps = engine.weights + published_bytes + behind, engine.steps + older
         engine = dataclasses.replace(engine, weights=weights, steps=steps, staging=published_bytes)
     published = transport_class(choose_transport(recipe)).memory(published_bytes, on_gpu=on_gpu)
+    # Each rank of a shard sends an equal part; an adapter is whole on every rank, and the first sends it.
+    senders = 1 if shapes else recipe.train.parallel.shard
+    published = dataclasses.replace(published, trainer=published.trainer // senders, exported=published.exported // senders)
     trainer = _trainer_memory(
         recipe,
         shape,
@@ -139,7 +137,7 @@ def forecast_memory(
         longest=min(context, longest_prompt + recipe.sampling.max_tokens),
         on_gpu=on_gpu,
         num_parameters=num_parameters,
-        publishing=published.trainer // _num_senders(recipe),
+        publishing=published.trainer,
     )
     return Forecast(recipe, trainer, engine, published, server, most_blocks)
 
@@ -176,11 +174,6 @@ def _trainer_memory(
 def _adapter_of(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     """Shapes of the adapter's tensors; none without one."""
     return adapter_shapes(recipe.model, recipe.lora) if recipe.lora.is_on else {}
-
-
-def _num_senders(recipe: Recipe) -> int:
-    """Ranks that publish, each an equal part; an adapter is whole on every rank, and the first publishes it."""
-    return 1 if recipe.lora.is_on else recipe.train.parallel.shard
 
 
 def describe_ranks(recipe: Recipe) -> str:
