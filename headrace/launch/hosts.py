@@ -101,6 +101,18 @@ class Host:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(close)
 
+    def on_started(self, told: dict[str, Any]) -> None:
+        if (process := self._find(told)) is not None:
+            process.pid = int(told["pid"])
+
+    def on_ended(self, told: dict[str, Any]) -> None:
+        if (process := self._find(told)) is not None:
+            process.on_end(int(told["status"]))
+
+    def _find(self, told: dict[str, Any]) -> JoinedProcess | None:
+        """None if the run has given it up already."""
+        return self.processes.get(told["name"])
+
     def on_gone(self) -> None:
         self.is_gone = True
         for process in self.processes.values():
@@ -225,8 +237,8 @@ class Hosts:
         host = Host(self._num_joined, Peer(stream, max_bytes=_MAX_BYTES), self._loop)
         host.peer.calls |= {"join": self._join, "read": self._read, "ready": lambda **told: self._ready(host, told)}
         host.peer.notices |= {
-            "started": lambda told: setattr(host.processes[told["name"]], "pid", int(told["pid"])),
-            "ended": lambda told: host.processes[told["name"]].on_end(int(told["status"])),
+            "started": host.on_started,
+            "ended": host.on_ended,
             "leaving": lambda _: self._on_leaving(host),
         }
         self._hosts.add(host)

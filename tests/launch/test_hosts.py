@@ -198,6 +198,22 @@ def test_a_host_is_told_what_to_start_and_a_process_ends_with_it(run):
     asyncio.run(main())
 
 
+def test_news_of_a_process_that_the_run_has_given_up_is_ignored(run):
+    async def main() -> None:
+        async with run.joined() as (peer, _):
+            await offer(peer)
+            host = run.ready[0]
+            given_up, other = JoinedProcess("engine-1", host), JoinedProcess("engine-2", host)
+            given_up.kill()
+            del host.processes["engine-1"]
+            for name in ("engine-1", "engine-2"):
+                peer.notify("started", {"name": name, "pid": 77})
+                peer.notify("ended", {"name": name, "status": 3})
+            assert await asyncio.to_thread(other.wait) == 3 and not host.is_gone
+
+    asyncio.run(main())
+
+
 def test_a_host_that_falls_silent_is_gone_after_the_heartbeat(model):
     run = Run(model, heartbeat=0.3)
 
