@@ -152,7 +152,8 @@ class ClusterProcesses(LocalProcesses):
             shared_folder=offer.shared_folder,
             model=offer.model,
         )
-        handle, incarnation = JoinedProcess(name, host), self._incarnations[name]
+        incarnation = self._incarnations[name]
+        handle = JoinedProcess(name, host, incarnation=incarnation)
         process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=incarnation)
         self._started = [*(each for each in self._started if not each.ended.is_set()), process]
         return process
@@ -175,8 +176,10 @@ class ClusterProcesses(LocalProcesses):
 
     async def _start_again(self, process: RoleProcess, error: RoleFailed) -> RoleProcess:
         host = self._host_of.get(process.index)
-        if host is not None and host.is_gone:
-            raise error
+        if host is not None:
+            await process.ended.wait()  # it may hold its GPU's memory until then
+            if host.is_gone:
+                raise error
         return await super()._start_again(process, error)
 
     async def _replace(self, process: RoleProcess, engine: RemoteEngine) -> None:

@@ -110,8 +110,9 @@ class Host:
             process.on_end(int(told["status"]))
 
     def _find(self, told: dict[str, Any]) -> JoinedProcess | None:
-        """None if the run has given it up already."""
-        return self.processes.get(told["name"])
+        """None if the run has given it up already, or started another of that name."""
+        process = self.processes.get(told["name"])
+        return process if process is not None and process.incarnation == told["incarnation"] else None
 
     def on_gone(self) -> None:
         self.is_gone = True
@@ -122,9 +123,9 @@ class Host:
 class JoinedProcess:
     """An engine process that a joined host starts; a `ProcessHandle`."""
 
-    def __init__(self, name: str, host: Host) -> None:
-        self.pid = 0
-        self._name, self._host = name, host
+    def __init__(self, name: str, host: Host, *, incarnation: int = 1) -> None:
+        self.pid, self.incarnation = 0, incarnation
+        self._host, self._self = host, {"name": name, "incarnation": incarnation}
         self._has_ended = threading.Event()
         self._status: int | None = None
         self._killed_at: float | None = None
@@ -136,11 +137,11 @@ class JoinedProcess:
         self._host.tell("start", order.line())
 
     def beat(self) -> None:
-        self._host.tell("beat", self._name)
+        self._host.tell("beat", self._self)
 
     def kill(self) -> None:
         self._killed_at = self._killed_at or time.monotonic()
-        self._host.tell("kill", self._name)
+        self._host.tell("kill", self._self)
 
     def wait(self) -> int | None:
         """None if the host is gone, and with it any news of the process."""

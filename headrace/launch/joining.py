@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
 from headrace.launch.folder import cache_folder
@@ -75,7 +75,8 @@ class _Joiner:
     def __init__(self, options: JoinOptions) -> None:
         self._options = options
         self._address = f"tls:{options.url.removeprefix('tls://')}"
-        self._processes: dict[str, ChildProcess] = {}
+        self._processes: dict[tuple[str, int], ChildProcess] = {}
+        """By name and incarnation."""
         self._is_over = False
         """The run has ended, or this host has left it."""
         self._folder = Path(options.folder or tempfile.mkdtemp(prefix="headrace-join-")).absolute()
@@ -169,28 +170,29 @@ class _Joiner:
 
     def _start(self, line: str) -> None:
         order = Order.read(line)
-        process = self._processes[order.name] = ChildProcess(order.name, order.placement)
+        process = self._processes[order.name, order.incarnation] = ChildProcess(order.name, order.placement)
         process.order(order)
-        self._peer.notify("started", {"name": order.name, "pid": process.pid})
-        threading.Thread(target=self._report_end, args=(self._peer, order.name, process), daemon=True).start()
+        self._peer.notify("started", {"name": order.name, "incarnation": order.incarnation, "pid": process.pid})
+        threading.Thread(target=self._report_end, args=(self._peer, order, process), daemon=True).start()
 
-    def _report_end(self, peer: Peer, name: str, process: ChildProcess) -> None:
+    def _report_end(self, peer: Peer, order: Order, process: ChildProcess) -> None:
         status = process.wait()
 
         def report() -> None:
+            self._processes.pop((order.name, order.incarnation), None)
             with contextlib.suppress(StreamClosed):
-                peer.notify("ended", {"name": name, "status": status})
+                peer.notify("ended", {"name": order.name, "incarnation": order.incarnation, "status": status})
 
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(report)
 
-    def _beat(self, name: str) -> None:
-        if name in self._processes:
-            self._processes[name].beat()
+    def _beat(self, told: dict[str, Any]) -> None:
+        if process := self._processes.get((told["name"], told["incarnation"])):
+            process.beat()
 
-    def _kill(self, name: str) -> None:
-        if name in self._processes:
-            self._processes[name].kill()
+    def _kill(self, told: dict[str, Any]) -> None:
+        if process := self._processes.get((told["name"], told["incarnation"])):
+            process.kill()
 
     def _end(self, reason: str | None) -> None:
         self._is_over = True

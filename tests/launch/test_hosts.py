@@ -184,9 +184,10 @@ def test_a_host_is_told_what_to_start_and_a_process_ends_with_it(run):
             first.beat()
             second.kill()
             await until(lambda: len(heard) == 2)
-            assert heard == [("beat", "engine-1"), ("kill", "engine-2")]
-            peer.notify("started", {"name": "engine-1", "pid": 77})
-            peer.notify("ended", {"name": "engine-2", "status": -9})
+            one, two = ({"name": name, "incarnation": 1} for name in ("engine-1", "engine-2"))
+            assert heard == [("beat", one), ("kill", two)]
+            peer.notify("started", {**one, "pid": 77})
+            peer.notify("ended", {**two, "status": -9})
             assert await asyncio.to_thread(second.wait) == -9
             peer.notify("leaving", None)
             await until(lambda: run.leaving)
@@ -207,9 +208,14 @@ def test_news_of_a_process_that_the_run_has_given_up_is_ignored(run):
             given_up.kill()
             del host.processes["engine-1"]
             for name in ("engine-1", "engine-2"):
-                peer.notify("started", {"name": name, "pid": 77})
-                peer.notify("ended", {"name": name, "status": 3})
+                peer.notify("started", {"name": name, "incarnation": 1, "pid": 77})
+                peer.notify("ended", {"name": name, "incarnation": 1, "status": 3})
             assert await asyncio.to_thread(other.wait) == 3 and not host.is_gone
+            again = JoinedProcess("engine-2", host, incarnation=2)
+            peer.notify("ended", {"name": "engine-2", "incarnation": 1, "status": 3})
+            peer.notify("started", {"name": "engine-2", "incarnation": 2, "pid": 78})
+            await until(lambda: again.pid)
+            assert not again._has_ended.is_set(), "the end of the process before it is not its own"
 
     asyncio.run(main())
 
