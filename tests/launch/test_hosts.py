@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 from headrace import __version__
 from headrace.config import make_recipe
 from headrace.launch.clock import ClockOffset
-from headrace.launch.hosts import Hosts, JoinedProcess
+from headrace.launch.cluster import ClusterProcesses
+from headrace.launch.hosts import Host, HostOffer, Hosts, JoinedProcess
 from headrace.launch.joining import JoinOptions, join
 from headrace.launch.model_files import fetch_model, list_files, read_piece
 from headrace.launch.settings import ClusterSettings, read_token
@@ -218,6 +220,30 @@ def test_news_of_a_process_that_the_run_has_given_up_is_ignored(run):
             assert not again._has_ended.is_set(), "the end of the process before it is not its own"
 
     asyncio.run(main())
+
+
+def test_an_engine_that_its_host_cannot_run_does_not_end_the_run(tmp_path, monkeypatch):
+    said, reasons = [], []
+    monkeypatch.setattr("headrace.launch.hosts.Host.tell", lambda *_: None)
+    monkeypatch.setattr("headrace.launch.hosts.Host.dismiss", lambda _, reason: reasons.append(reason))
+
+    async def main() -> ClusterProcesses:
+        processes = ClusterProcesses(make_recipe({"cluster.listen": "127.0.0.1:0"}), tmp_path)
+        processes._say, processes.pool.lose = said.append, lambda _: None
+        processes._timelines = {"engine": SimpleNamespace(forget=lambda _: None)}
+        host = Host(1, None, asyncio.get_running_loop(), offer=HostOffer(host="far", address="10.0.0.9"))
+        processes._host_of[1], processes._restarts[1] = host, processes._restart_budget()
+        processes._devices[1] = "cpu"
+        process = processes._connected["engine-1"] = processes.start_process("engine", 1)
+        process._last_words = RemoteError(kind="ModelError", message="it has no such layer")
+        process.verdict = "was lost"
+        process.lost.set()
+        await processes._replace(process, None)
+        return processes
+
+    processes = asyncio.run(main())
+    assert said == ["engine-1 on far is given up: it has no such layer"] and reasons == ["it has no such layer"]
+    assert processes._losses()["engines_given_up"] == ["engine-1"] and list(processes._restarts) == [0]
 
 
 def test_a_host_that_falls_silent_is_gone_after_the_heartbeat(model):
