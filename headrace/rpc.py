@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 _HELLO_BYTES = 4096
 _HELLO_SECONDS = 30.0
+_HANDSHAKE_SECONDS = 10.0
+"""Of TLS, before that."""
+_MOST_GREETING = 256
+"""Peers that may be unauthenticated at once."""
 _LONGEST_UNIX_PATH = 103
 """Bytes; Linux allows 107."""
 _LONGEST_SOCKET_NAME = "/headrace-0000000-00000000-000000/00000000-0000-0000-0000-000000000000"
@@ -274,9 +278,11 @@ class Listener:
     async def between_hosts(cls, host: str, port: int = 0, *, token: str, certificate: str = "", address: str = "") -> Self:
         """A TCP port, with TLS if there is a certificate; 0 picks a free one. `address`: what others call `host`."""
         listener = cls(token=token, certificate=certificate)
-        context = server_context(certificate) if certificate else None
+        tls: dict[str, Any] = {}
+        if certificate:
+            tls = {"ssl": server_context(certificate), "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
         try:
-            listener._server = await asyncio.start_server(listener._admit, host, port, limit=_READ_AHEAD, ssl=context)
+            listener._server = await asyncio.start_server(listener._admit, host, port, limit=_READ_AHEAD, **tls)
         except OSError as error:
             raise OSError(error.errno, f"port {port} on {host} cannot be used ({error.strerror}); choose another") from error
         port = listener._server.sockets[0].getsockname()[1]
@@ -298,6 +304,8 @@ class Listener:
         """Drop peers that are unauthenticated, unexpected or silent."""
         stream, task, is_admitted = Stream(reader, writer), asyncio.current_task(), False
         assert task is not None
+        if len(self._greeting) >= _MOST_GREETING:
+            return stream.close()
         self._greeting.add(task)
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
