@@ -279,7 +279,7 @@ class Hosts:
         if (version, schema) != (__version__, frames.SCHEMA):
             ours = f"{__version__} (wire schema {frames.SCHEMA})"
             raise ConfigError(f"this host has headrace {version} (wire schema {schema}), and the run has {ours}; install that")
-        return {"model": self._model, "files": self._files}
+        return {"model": self._model, "files": self._files, "heartbeat": self._heartbeat}
 
     async def _read(self, name: str, start: int) -> Array:
         """A piece of one of the model's files."""

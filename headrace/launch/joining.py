@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
 from headrace.launch.folder import cache_folder
+from headrace.launch.heartbeat import SILENT_HEARTBEATS
 from headrace.launch.hosts import HostOffer
 from headrace.launch.model_files import fetch_model
 from headrace.launch.placement import Order, pick_device
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from headrace.records import Array
 
 _RETRY_SECONDS = 1.0
+_ANSWER_SECONDS = 60.0
+"""For the launcher to answer the first call; from then on it pings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,22 +121,25 @@ class _Joiner:
         """Join, and serve until the launcher ends or is gone, or this host leaves."""
         self._peer, self._loop = peer, asyncio.get_running_loop()
         reading, stopping = asyncio.ensure_future(peer.run()), asyncio.ensure_future(is_stopped.wait())
+        watching: asyncio.Future[None] | None = None
         try:
-            await self._introduce(peer)
+            told = await peer.call("join", version=__version__, schema=frames.SCHEMA, timeout=_ANSWER_SECONDS)
+            watching = asyncio.ensure_future(self._watch(peer, SILENT_HEARTBEATS * told["heartbeat"]))
+            await self._introduce(peer, told)
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
                 print("leaving the run", flush=True)
                 peer.notify("leaving", None)
                 self._is_over = True
                 await asyncio.wait({reading}, timeout=self._options.grace)
-        except StreamClosed:
+        except (StreamClosed, TimeoutError):
             pass
         except RemoteError as error:
             if error.is_config:
                 raise ConfigError(f"{self._options.url} refuses this host: {error.message}") from error
             raise
         finally:
-            for task in (reading, stopping):
+            for task in filter(None, (reading, stopping, watching)):
                 task.cancel()
             await asyncio.wait({reading})
             peer.stream.close()
@@ -142,9 +148,16 @@ class _Joiner:
             await asyncio.to_thread(lambda: [process.wait() for process in list(self._processes.values())])
             self._processes.clear()
 
-    async def _introduce(self, peer: Peer) -> None:
+    async def _watch(self, peer: Peer, seconds: float) -> None:
+        """A launcher that has not pinged for so long is gone; if its host is, nothing else would close the stream."""
+        self._pinged_at = time.monotonic()
+        while (left := self._pinged_at + seconds - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+        print(f"{self._options.url} has been silent for {seconds:g} s", flush=True)
+        peer.stream.close()
+
+    async def _introduce(self, peer: Peer, told: dict[str, Any]) -> None:
         options = self._options
-        told = await peer.call("join", version=__version__, schema=frames.SCHEMA)
 
         def read(name: str, start: int) -> Array:
             piece: Array = asyncio.run_coroutine_threadsafe(peer.call("read", name=name, start=start), self._loop).result()
@@ -166,6 +179,7 @@ class _Joiner:
     # What the launcher tells
 
     async def _ping(self) -> dict[str, float]:
+        self._pinged_at = time.monotonic()
         return {"ticks": time.perf_counter(), "time": time.time()}
 
     def _start(self, line: str) -> None:

@@ -268,6 +268,23 @@ def test_a_host_that_falls_silent_is_gone_after_the_heartbeat(model):
         run.hosts.close()
 
 
+def test_a_host_joins_again_when_the_launcher_has_been_silent(model, monkeypatch, tmp_path, capsys):
+    async def silent(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(Hosts, "_keep_pinging", silent)
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    run = Run(model, heartbeat=0.1)
+    joining = threading.Thread(target=join, args=(JoinOptions(url=run.url, token=TOKEN, device="cpu", wait=0),), daemon=True)
+    joining.start()
+    try:
+        asyncio.run(until(lambda: len(run.ready) == 2))
+    finally:
+        run.hosts.close()
+    joining.join(10)
+    assert not joining.is_alive() and "has been silent for 0.3 s" in capsys.readouterr().out
+
+
 def test_hosts_hear_that_the_run_is_over(model):
     run = Run(model)
 
