@@ -116,7 +116,7 @@ class Stream:
                     self._writer.write(piece)
                     await self._writer.drain()
                 self._waiting.popleft()
-        except ConnectionError:
+        except OSError:
             pass  # whoever reads the stream sees that it is closed
         except Exception:
             self._writer.transport.abort()  # half a frame has left: nothing behind it could be read
@@ -131,7 +131,7 @@ class Stream:
             await asyncio.wait({self._sending})
         try:
             await self._writer.drain()
-        except ConnectionError as error:
+        except OSError as error:
             raise StreamClosed(_CLOSED) from error
 
     async def receive(self, *, max_bytes: int = frames.MAX_FRAME) -> Any:  # noqa: ANN401  (anything that was sent)
@@ -142,7 +142,7 @@ class Stream:
                 wanted = reading.send(await self._reader.readexactly(wanted))
         except StopIteration as end:
             return end.value
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
+        except (asyncio.IncompleteReadError, OSError) as error:
             raise StreamClosed(_CLOSED) from error
 
     def close(self) -> None:

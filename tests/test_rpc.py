@@ -314,6 +314,17 @@ def test_silent_peers_do_not_use_up_descriptors(monkeypatch, kind):
     run(main)
 
 
+@pytest.mark.parametrize("error", [TimeoutError(110, "timed out"), OSError(113, "no route to host")])
+def test_a_network_that_is_lost_closes_the_stream(error):
+    async def main() -> None:
+        async with joined("tcp") as (ours, _):
+            ours._reader.set_exception(error)
+            with pytest.raises(StreamClosed):
+                await ours.receive()
+
+    run(main)
+
+
 def test_what_a_listener_says_is_read_up_to_the_same_limit():
     async def main() -> None:
         long = relaying("0" * streams._HELLO_BYTES, {}, [])
