@@ -147,6 +147,9 @@ class _Joiner:
                 process.kill()
             await asyncio.to_thread(lambda: [process.wait() for process in list(self._processes.values())])
             self._processes.clear()
+        error = None if reading.cancelled() else reading.exception()
+        if error is not None and not isinstance(error, StreamClosed):  # it would be the same again
+            raise error
 
     async def _watch(self, peer: Peer, seconds: float) -> None:
         """A launcher that has not pinged for so long is gone; if its host is, nothing else would close the stream."""
@@ -184,9 +187,16 @@ class _Joiner:
 
     def _start(self, line: str) -> None:
         order = Order.read(line)
-        process = self._processes[order.name, order.incarnation] = ChildProcess(order.name, order.placement)
+        known = {"name": order.name, "incarnation": order.incarnation}
+        try:
+            process = ChildProcess(order.name, order.placement)
+        except (OSError, ValueError) as error:  # no room for its log, or no descriptor left
+            print(f"{order.name} could not be started: {error}", flush=True)
+            self._peer.notify("ended", {**known, "status": 1})
+            return
+        self._processes[order.name, order.incarnation] = process
         process.order(order)
-        self._peer.notify("started", {"name": order.name, "incarnation": order.incarnation, "pid": process.pid})
+        self._peer.notify("started", {**known, "pid": process.pid})
         threading.Thread(target=self._report_end, args=(self._peer, order, process), daemon=True).start()
 
     def _report_end(self, peer: Peer, order: Order, process: ChildProcess) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,12 @@ from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.hosts import Host, HostOffer, Hosts, JoinedProcess
 from headrace.launch.joining import JoinOptions, join
 from headrace.launch.model_files import fetch_model, list_files, read_piece
+from headrace.launch.placement import Order, Placement
 from headrace.launch.settings import ClusterSettings, read_token
 from headrace.records import frames
 from headrace.rpc import Peer, RemoteError, connect
 from headrace.settings import ConfigError
+from headrace.sync import TransportConfig
 from headrace.tls import make_certificate
 
 if TYPE_CHECKING:
@@ -283,6 +286,38 @@ def test_a_host_joins_again_when_the_launcher_has_been_silent(model, monkeypatch
         run.hosts.close()
     joining.join(10)
     assert not joining.is_alive() and "has been silent for 0.3 s" in capsys.readouterr().out
+
+
+def order_with_log(log: Path) -> Order:
+    at = {"host": "far", "address": "127.0.0.1", "device": "cpu", "receives_on": "cpu", "threads": 1}
+    placement = Placement(**at, run_folder=str(log.parent), log=str(log), shared_folder=str(log.parent))
+    transport = TransportConfig("http", str(log.parent), "headrace-17-ab", "127.0.0.1", "0" * 64, 60.0)
+    names = {"name": "engine-1", "role": "engine", "index": 1, "incarnation": 3}
+    more = {"address": "unix:/s", "silence": 60.0, "deadline": 60.0, "import_path": []}
+    return Order(**names, placement=placement, transport=transport, **more)
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_host_that_cannot_start_a_process_says_so(run, monkeypatch, tmp_path, capsys, is_readable):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    options = JoinOptions(url=run.url, token=TOKEN, device="cpu", folder=tmp_path / "logs", wait=0)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(join, options)
+        try:
+            assert run.has_news.wait(30)
+            [host] = run.ready
+            process = JoinedProcess("engine-1", host, incarnation=3)
+            if is_readable:
+                process.order(order_with_log(tmp_path / "missing" / "log"))
+                assert process.wait() == 1
+            else:
+                host.tell("start", "no order")
+                with pytest.raises(ValueError, match="Expecting value"):
+                    joining.result(5)
+        finally:
+            run.hosts.close()
+    if is_readable:
+        assert joining.result() == 0 and "engine-1 could not be started: [Errno 2]" in capsys.readouterr().out
 
 
 def test_hosts_hear_that_the_run_is_over(model):
