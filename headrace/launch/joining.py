@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from headrace.records import Array
 
 _RETRY_SECONDS = 1.0
+_REFUSALS = 3
+"""So many times in a row a launcher must close during the greeting: one that ends, or has too many guests, does so too."""
 _ANSWER_SECONDS = 60.0
 """For the launcher to answer the first call; from then on it pings."""
 
@@ -80,6 +82,8 @@ class _Joiner:
         self._address = f"tls:{options.url.removeprefix('tls://')}"
         self._processes: dict[tuple[str, int], ChildProcess] = {}
         """By name and incarnation."""
+        self._num_closed = 0
+        """Times in a row that the launcher closed during the greeting."""
         self._is_over = False
         """The run has ended, or this host has left it."""
         self._folder = Path(options.folder or tempfile.mkdtemp(prefix="headrace-join-")).absolute()
@@ -104,16 +108,21 @@ class _Joiner:
         return 0
 
     async def _connect(self) -> Peer | None:
-        """None if nobody listens there."""
+        """None if nobody listens there, or whoever does may just be ending."""
         try:
             stream = await connect(self._address, token=self._options.token, name=platform.node(), channel="host")
         except (PermissionError, StreamClosed) as error:
+            self._num_closed += 1
+            if isinstance(error, StreamClosed) and self._num_closed < _REFUSALS:
+                return None
             refused = f"{self._options.url} refuses this host: it has another token (HEADRACE_TOKEN, --token-file)"
             raise ConfigError(f"{refused}, or another version of headrace ({error})") from error
         except ValueError as error:
             raise ConfigError(f"{self._options.url}: must be [tls://][FINGERPRINT@]HOST:PORT") from error
         except (OSError, TimeoutError):
+            self._num_closed = 0
             return None
+        self._num_closed = 0
         notices = {"start": self._start, "beat": self._beat, "kill": self._kill, "end": self._end}
         return Peer(stream, calls={"ping": self._ping}, notices=notices)
 

@@ -18,7 +18,7 @@ from headrace.config import make_recipe
 from headrace.launch.clock import ClockOffset
 from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.hosts import Host, HostOffer, Hosts, JoinedProcess
-from headrace.launch.joining import JoinOptions, join
+from headrace.launch.joining import JoinOptions, _Joiner, join
 from headrace.launch.model_files import fetch_model, list_files, read_piece
 from headrace.launch.placement import Order, Placement
 from headrace.launch.settings import ClusterSettings, read_token
@@ -96,11 +96,26 @@ def run(model) -> Iterator[Run]:
     made.hosts.close()
 
 
-def test_a_host_with_another_token_is_refused(run):
+def test_a_host_with_another_token_is_refused(run, monkeypatch):
+    monkeypatch.setattr("headrace.launch.joining._RETRY_SECONDS", 0.01)
     for token in ("x", ""):
         with pytest.raises(ConfigError, match="refuses this host: it has another token"):
             join(JoinOptions(url=run.url, token=token, wait=5))
     assert not run.ready
+
+
+def test_a_launcher_that_closes_once_has_not_refused_the_host(run):
+    async def main() -> None:
+        joiner = _Joiner(JoinOptions(url=run.url, token=TOKEN))
+        for _ in range(2):
+            run.hosts._listener._token = "of another run"
+            assert await joiner._connect() is None and await joiner._connect() is None
+            run.hosts._listener._token = TOKEN
+            peer = await joiner._connect()
+            assert peer is not None
+            peer.stream.close()
+
+    asyncio.run(main())
 
 
 def test_a_host_with_another_version_is_told_both(run):
