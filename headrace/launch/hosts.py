@@ -21,7 +21,7 @@ from headrace import __version__
 from headrace.launch.clock import ClockOffset
 from headrace.launch.model_files import list_files, read_piece
 from headrace.records import frames
-from headrace.rpc import Listener, Peer, StreamClosed
+from headrace.rpc import Listener, Peer, RemoteError, StreamClosed
 from headrace.settings import ConfigError, build
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Host:
 
     def on_gone(self) -> None:
         self.is_gone = True
-        for process in self.processes.values():
+        for process in list(self.processes.values()):  # the run's thread may add one meanwhile
             process.on_end(None)
 
 
@@ -265,13 +265,15 @@ class Hosts:
                 asked, asked_at = time.perf_counter(), time.time()
                 try:
                     told = await host.peer.call("ping", timeout=self._heartbeat)
+                    passed = time.perf_counter() - asked
+                    host.ticks.add(told["ticks"] - asked - passed / 2, within=passed / 2)
+                    host.wall.add(told["time"] - asked_at - passed / 2, within=passed / 2)
                 except TimeoutError:
                     log.warning("%s has not answered for %g s (heartbeat)", host.name, self._heartbeat)
-                    host.peer.stream.close()
-                    return
-                passed = time.perf_counter() - asked
-                host.ticks.add(told["ticks"] - asked - passed / 2, within=passed / 2)
-                host.wall.add(told["time"] - asked_at - passed / 2, within=passed / 2)
+                    return host.peer.stream.close()
+                except (RemoteError, LookupError, TypeError) as error:
+                    log.warning("%s: not an answer to a ping: %s", host.name, error)
+                    return host.peer.stream.close()
                 await asyncio.sleep(min(_PING_SECONDS, self._heartbeat / 4))
 
     async def _join(self, version: str, schema: int) -> dict[str, Any]:

@@ -264,6 +264,21 @@ def test_an_engine_that_its_host_cannot_run_does_not_end_the_run(tmp_path, monke
     assert processes._losses()["engines_given_up"] == ["engine-1"] and list(processes._restarts) == [0]
 
 
+@pytest.mark.parametrize("answer", [{"ticks": 0.0}, {"ticks": "1", "time": 2}, None])
+def test_a_host_that_answers_pings_with_nonsense_is_gone(run, answer):
+    async def main() -> None:
+        async with run.joined() as (peer, _):
+            await offer(peer)
+
+            async def ping() -> object:
+                return answer
+
+            peer.calls["ping"] = ping
+            await until(lambda: run.ready[0].is_gone)
+
+    asyncio.run(main())
+
+
 def test_a_host_that_falls_silent_is_gone_after_the_heartbeat(model):
     run = Run(model, heartbeat=0.3)
 
