@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,9 @@ from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.hosts import Host, HostOffer, Hosts, JoinedProcess
 from headrace.launch.joining import JoinOptions, _Joiner, join
 from headrace.launch.model_files import fetch_model, list_files, read_piece
+from headrace.launch.on_ray import RayProcesses
 from headrace.launch.placement import Order, Placement
+from headrace.launch.process import RoleFailed
 from headrace.launch.settings import ClusterSettings, read_token
 from headrace.records import frames
 from headrace.rpc import Peer, RemoteError, connect
@@ -348,6 +351,25 @@ def test_a_host_that_cannot_start_a_process_says_so(run, monkeypatch, tmp_path, 
             run.hosts.close()
     if is_readable:
         assert joining.result() == 0 and "engine-1 could not be started: [Errno 2]" in capsys.readouterr().out
+
+
+def test_a_run_on_ray_does_not_wait_for_engines_that_have_failed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    said, failed = [], [ConfigError("another version of headrace"), RuntimeError("no such device")]
+
+    async def main() -> None:
+        processes = RayProcesses(make_recipe({"orchestrate": "ray", "cluster.listen": "127.0.0.1:0"}), tmp_path)
+        processes._say, processes.first_joined = said.append, asyncio.get_running_loop().create_future()
+        processes._joining = [Future(), Future()]
+        for each, error in zip(processes._joining, failed, strict=True):
+            assert not processes.first_joined.done()
+            each.set_exception(error)
+            await processes._follow(each)
+        with pytest.raises(RoleFailed, match="no engine that Ray placed could join"):
+            await asyncio.wait_for(processes._first_engine(), 5)
+
+    asyncio.run(main())
+    assert said == [f"an engine that Ray placed has failed: {error}" for error in failed]
 
 
 def test_hosts_hear_that_the_run_is_over(model):
