@@ -409,7 +409,17 @@ def test_a_token_comes_from_the_environment_or_a_file(tmp_path: Path, monkeypatc
     file.write_text("\n")
     with pytest.raises(ConfigError, match="it is empty"):
         read_token(file, setting="--token-file")
-    file.write_text("of the file\n")
-    assert read_token(file, setting="--token-file") == "of the file"
-    monkeypatch.setenv("HEADRACE_TOKEN", "of the environment")
-    assert read_token(file, setting="--token-file") == "of the environment"
+    file.write_text("f" * 32 + "\n")
+    assert read_token(file, setting="--token-file") == "f" * 32
+    monkeypatch.setenv("HEADRACE_TOKEN", "e" * 32)
+    assert read_token(file, setting="--token-file") == "e" * 32
+
+
+def test_a_token_that_could_be_guessed_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_TOKEN", "secret")
+    with pytest.raises(ConfigError, match=r"^HEADRACE_TOKEN: .* 6 characters, and needs 32; make one with `openssl rand"):
+        read_token("", setting="--token-file")
+    monkeypatch.delenv("HEADRACE_TOKEN")
+    (tmp_path / "token").write_text("s" * 31)
+    with pytest.raises(ConfigError, match=r"^--token-file .*token: the token could be guessed"):
+        read_token(tmp_path / "token", setting="--token-file")
