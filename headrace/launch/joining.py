@@ -32,6 +32,8 @@ from headrace.settings import ConfigError
 from headrace.sync import shared_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headrace.records import Array
 
 _RETRY_SECONDS = 1.0
@@ -123,17 +125,22 @@ class _Joiner:
             self._num_closed = 0
             return None
         self._num_closed = 0
-        notices = {"start": self._start, "beat": self._beat, "kill": self._kill, "end": self._end}
+        notices: dict[str, Callable[[Any], None]] = {
+            "start": self._start,
+            "beat": self._beat,
+            "kill": self._kill,
+            "end": self._end,
+        }
         return Peer(stream, calls={"ping": self._ping}, notices=notices)
 
     async def _stay(self, peer: Peer, is_stopped: asyncio.Event) -> None:
         """Join, and serve until the launcher ends or is gone, or this host leaves."""
         self._peer, self._loop = peer, asyncio.get_running_loop()
         reading, stopping = asyncio.ensure_future(peer.run()), asyncio.ensure_future(is_stopped.wait())
-        watching: asyncio.Future[None] | None = None
+        tasks: list[asyncio.Future[Any]] = [reading, stopping]
         try:
             told = await peer.call("join", version=__version__, schema=frames.SCHEMA, timeout=_ANSWER_SECONDS)
-            watching = asyncio.ensure_future(self._watch(peer, SILENT_HEARTBEATS * told["heartbeat"]))
+            tasks.append(asyncio.ensure_future(self._watch(peer, SILENT_HEARTBEATS * told["heartbeat"])))
             await self._introduce(peer, told)
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
@@ -148,7 +155,7 @@ class _Joiner:
                 raise ConfigError(f"{self._options.url} refuses this host: {error.message}") from error
             raise
         finally:
-            for task in filter(None, (reading, stopping, watching)):
+            for task in tasks:
                 task.cancel()
             await asyncio.wait({reading})
             peer.stream.close()
@@ -156,14 +163,14 @@ class _Joiner:
                 process.kill()
             await asyncio.to_thread(lambda: [process.wait() for process in list(self._processes.values())])
             self._processes.clear()
-        error = None if reading.cancelled() else reading.exception()
-        if error is not None and not isinstance(error, StreamClosed):  # it would be the same again
-            raise error
+        failure = None if reading.cancelled() else reading.exception()
+        if failure is not None and not isinstance(failure, StreamClosed):  # it would be the same again
+            raise failure
 
     async def _watch(self, peer: Peer, seconds: float) -> None:
         """A launcher that has not pinged for so long is gone; if its host is, nothing else would close the stream."""
         self._pinged_at = time.monotonic()
-        while (left := self._pinged_at + seconds - time.monotonic()) > 0:
+        while (left := self._pinged_at + seconds - time.monotonic()) > 0:  # noqa: ASYNC110  (it waits for nothing to happen)
             await asyncio.sleep(left)
         print(f"{self._options.url} has been silent for {seconds:g} s", flush=True)
         peer.stream.close()

@@ -12,7 +12,6 @@ from headrace.launch.placement import Order, Placement, check_ranks, place_on_th
 from headrace.settings import ConfigError
 from headrace.sync import TransportConfig
 
-
 ON_RAY = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0"}
 
 
