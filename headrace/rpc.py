@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 _HELLO_BYTES = 4096
 _HELLO_SECONDS = 30.0
+_HANDSHAKE_SECONDS = 10.0
+"""Of TLS, before that."""
+_MOST_GREETING = 256
+"""Peers that may be unauthenticated at once."""
 _LONGEST_UNIX_PATH = 103
 """Bytes; Linux allows 107."""
 _LONGEST_SOCKET_NAME = "/headrace-0000000-00000000-000000/00000000-0000-0000-0000-000000000000"
@@ -112,7 +116,7 @@ class Stream:
                     self._writer.write(piece)
                     await self._writer.drain()
                 self._waiting.popleft()
-        except ConnectionError:
+        except OSError:
             pass  # whoever reads the stream sees that it is closed
         except Exception:
             self._writer.transport.abort()  # half a frame has left: nothing behind it could be read
@@ -127,7 +131,7 @@ class Stream:
             await asyncio.wait({self._sending})
         try:
             await self._writer.drain()
-        except ConnectionError as error:
+        except OSError as error:
             raise StreamClosed(_CLOSED) from error
 
     async def receive(self, *, max_bytes: int = frames.MAX_FRAME) -> Any:  # noqa: ANN401  (anything that was sent)
@@ -138,7 +142,7 @@ class Stream:
                 wanted = reading.send(await self._reader.readexactly(wanted))
         except StopIteration as end:
             return end.value
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
+        except (asyncio.IncompleteReadError, OSError) as error:
             raise StreamClosed(_CLOSED) from error
 
     def close(self) -> None:
@@ -274,9 +278,11 @@ class Listener:
     async def between_hosts(cls, host: str, port: int = 0, *, token: str, certificate: str = "", address: str = "") -> Self:
         """A TCP port, with TLS if there is a certificate; 0 picks a free one. `address`: what others call `host`."""
         listener = cls(token=token, certificate=certificate)
-        context = server_context(certificate) if certificate else None
+        tls: dict[str, Any] = {}
+        if certificate:
+            tls = {"ssl": server_context(certificate), "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
         try:
-            listener._server = await asyncio.start_server(listener._admit, host, port, limit=_READ_AHEAD, ssl=context)
+            listener._server = await asyncio.start_server(listener._admit, host, port, limit=_READ_AHEAD, **tls)
         except OSError as error:
             raise OSError(error.errno, f"port {port} on {host} cannot be used ({error.strerror}); choose another") from error
         port = listener._server.sockets[0].getsockname()[1]
@@ -298,6 +304,8 @@ class Listener:
         """Drop peers that are unauthenticated, unexpected or silent."""
         stream, task, is_admitted = Stream(reader, writer), asyncio.current_task(), False
         assert task is not None
+        if len(self._greeting) >= _MOST_GREETING:
+            return stream.close()
         self._greeting.add(task)
         try:
             async with asyncio.timeout(_HELLO_SECONDS):

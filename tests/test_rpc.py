@@ -295,6 +295,36 @@ def test_a_hello_is_read_up_to_its_limit_alone(padding):
     run(main)
 
 
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_silent_peers_do_not_use_up_descriptors(monkeypatch, kind):
+    monkeypatch.setattr(streams, "_HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(streams, "_MOST_GREETING", 2)
+
+    async def main() -> None:
+        listener = await listen(kind)
+        place = listener.address.rpartition("@")[2].removeprefix("tcp:").split(":")
+        opened = [await asyncio.open_connection(*place) for _ in range(3)]
+        last, _ = opened[-1]  # the others are greeted, or else all are dropped in the handshake
+        assert await asyncio.wait_for(last.read(), 5) == b""
+        assert len(listener._greeting) == (2 if kind == "tcp" else 0)
+        for _, writer in opened:
+            writer.close()
+        listener.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("error", [TimeoutError(110, "timed out"), OSError(113, "no route to host")])
+def test_a_network_that_is_lost_closes_the_stream(error):
+    async def main() -> None:
+        async with joined("tcp") as (ours, _):
+            ours._reader.set_exception(error)
+            with pytest.raises(StreamClosed):
+                await ours.receive()
+
+    run(main)
+
+
 def test_what_a_listener_says_is_read_up_to_the_same_limit():
     async def main() -> None:
         long = relaying("0" * streams._HELLO_BYTES, {}, [])

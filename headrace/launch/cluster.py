@@ -102,11 +102,8 @@ class ClusterProcesses(LocalProcesses):
         try:
             told = await self.start_engine(process)
         except (RoleFailed, ConfigError, ModelError) as error:
-            process.give_up("could not be started")
-            self._forget(process)
+            self._do_without(process, error)
             self._say(f"{host.name} could not join: {error}")
-            if not host.processes:
-                host.dismiss(str(error))
         else:
             if not self.first_joined.done():
                 self.first_joined.set_result(told)
@@ -123,6 +120,14 @@ class ClusterProcesses(LocalProcesses):
         self._left |= {engine.name for engine in engines}
         await asyncio.gather(*(self.pool.drain(engine, seconds=_LEAVE_SECONDS) for engine in engines))
         host.dismiss()
+
+    def _do_without(self, process: RoleProcess, error: Exception) -> None:
+        """Give an engine up; a host that has no other is told why and leaves."""
+        host = self._host_of[process.index]
+        self._connected.get(process.name, process).give_up("could not be started")  # it may have been started again
+        self._forget(process)
+        if not host.processes:
+            host.dismiss(str(error))
 
     def _forget(self, process: RoleProcess) -> None:
         self._restarts.pop(process.index, None)
@@ -152,7 +157,8 @@ class ClusterProcesses(LocalProcesses):
             shared_folder=offer.shared_folder,
             model=offer.model,
         )
-        handle, incarnation = JoinedProcess(name, host), self._incarnations[name]
+        incarnation = self._incarnations[name]
+        handle = JoinedProcess(name, host, incarnation=incarnation)
         process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=incarnation)
         self._started = [*(each for each in self._started if not each.ended.is_set()), process]
         return process
@@ -175,8 +181,10 @@ class ClusterProcesses(LocalProcesses):
 
     async def _start_again(self, process: RoleProcess, error: RoleFailed) -> RoleProcess:
         host = self._host_of.get(process.index)
-        if host is not None and host.is_gone:
-            raise error
+        if host is not None:
+            await process.ended.wait()  # it may hold its GPU's memory until then
+            if host.is_gone:
+                raise error
         return await super()._start_again(process, error)
 
     async def _replace(self, process: RoleProcess, engine: RemoteEngine) -> None:
@@ -191,7 +199,13 @@ class ClusterProcesses(LocalProcesses):
             self._forget(process)
             self._say(f"{process.name} on {host.name} has left")
             return None
-        await super()._replace(process, engine)
-        if host.is_gone:
-            self._forget(process)
+        try:
+            await super()._replace(process, engine)
+        except (ConfigError, ModelError) as error:  # on that host alone, perhaps: the others go on
+            self._given_up.append(process.name)
+            self._do_without(process, error)
+            self._say(f"{process.name} on {host.name} is given up: {error}")
+        else:
+            if process.index not in self._restarts:  # it is not back
+                self._forget(process)
         return None

@@ -21,7 +21,7 @@ from headrace import __version__
 from headrace.launch.clock import ClockOffset
 from headrace.launch.model_files import list_files, read_piece
 from headrace.records import frames
-from headrace.rpc import Listener, Peer, StreamClosed
+from headrace.rpc import Listener, Peer, RemoteError, StreamClosed
 from headrace.settings import ConfigError, build
 
 if TYPE_CHECKING:
@@ -101,18 +101,31 @@ class Host:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(close)
 
+    def on_started(self, told: dict[str, Any]) -> None:
+        if (process := self._find(told)) is not None:
+            process.pid = int(told["pid"])
+
+    def on_ended(self, told: dict[str, Any]) -> None:
+        if (process := self._find(told)) is not None:
+            process.on_end(int(told["status"]))
+
+    def _find(self, told: dict[str, Any]) -> JoinedProcess | None:
+        """None if the run has given it up already, or started another of that name."""
+        process = self.processes.get(told["name"])
+        return process if process is not None and process.incarnation == told["incarnation"] else None
+
     def on_gone(self) -> None:
         self.is_gone = True
-        for process in self.processes.values():
+        for process in list(self.processes.values()):  # the run's thread may add one meanwhile
             process.on_end(None)
 
 
 class JoinedProcess:
     """An engine process that a joined host starts; a `ProcessHandle`."""
 
-    def __init__(self, name: str, host: Host) -> None:
-        self.pid = 0
-        self._name, self._host = name, host
+    def __init__(self, name: str, host: Host, *, incarnation: int = 1) -> None:
+        self.pid, self.incarnation = 0, incarnation
+        self._host, self._self = host, {"name": name, "incarnation": incarnation}
         self._has_ended = threading.Event()
         self._status: int | None = None
         self._killed_at: float | None = None
@@ -124,11 +137,11 @@ class JoinedProcess:
         self._host.tell("start", order.line())
 
     def beat(self) -> None:
-        self._host.tell("beat", self._name)
+        self._host.tell("beat", self._self)
 
     def kill(self) -> None:
         self._killed_at = self._killed_at or time.monotonic()
-        self._host.tell("kill", self._name)
+        self._host.tell("kill", self._self)
 
     def wait(self) -> int | None:
         """None if the host is gone, and with it any news of the process."""
@@ -225,8 +238,8 @@ class Hosts:
         host = Host(self._num_joined, Peer(stream, max_bytes=_MAX_BYTES), self._loop)
         host.peer.calls |= {"join": self._join, "read": self._read, "ready": lambda **told: self._ready(host, told)}
         host.peer.notices |= {
-            "started": lambda told: setattr(host.processes[told["name"]], "pid", int(told["pid"])),
-            "ended": lambda told: host.processes[told["name"]].on_end(int(told["status"])),
+            "started": host.on_started,
+            "ended": host.on_ended,
             "leaving": lambda _: self._on_leaving(host),
         }
         self._hosts.add(host)
@@ -252,13 +265,15 @@ class Hosts:
                 asked, asked_at = time.perf_counter(), time.time()
                 try:
                     told = await host.peer.call("ping", timeout=self._heartbeat)
+                    passed = time.perf_counter() - asked
+                    host.ticks.add(told["ticks"] - asked - passed / 2, within=passed / 2)
+                    host.wall.add(told["time"] - asked_at - passed / 2, within=passed / 2)
                 except TimeoutError:
                     log.warning("%s has not answered for %g s (heartbeat)", host.name, self._heartbeat)
-                    host.peer.stream.close()
-                    return
-                passed = time.perf_counter() - asked
-                host.ticks.add(told["ticks"] - asked - passed / 2, within=passed / 2)
-                host.wall.add(told["time"] - asked_at - passed / 2, within=passed / 2)
+                    return host.peer.stream.close()
+                except (RemoteError, LookupError, TypeError) as error:
+                    log.warning("%s: not an answer to a ping: %s", host.name, error)
+                    return host.peer.stream.close()
                 await asyncio.sleep(min(_PING_SECONDS, self._heartbeat / 4))
 
     async def _join(self, version: str, schema: int) -> dict[str, Any]:
@@ -266,7 +281,7 @@ class Hosts:
         if (version, schema) != (__version__, frames.SCHEMA):
             ours = f"{__version__} (wire schema {frames.SCHEMA})"
             raise ConfigError(f"this host has headrace {version} (wire schema {schema}), and the run has {ours}; install that")
-        return {"model": self._model, "files": self._files}
+        return {"model": self._model, "files": self._files, "heartbeat": self._heartbeat}
 
     async def _read(self, name: str, start: int) -> Array:
         """A piece of one of the model's files."""

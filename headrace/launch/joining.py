@@ -16,10 +16,11 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
 from headrace.launch.folder import cache_folder
+from headrace.launch.heartbeat import SILENT_HEARTBEATS
 from headrace.launch.hosts import HostOffer
 from headrace.launch.model_files import fetch_model
 from headrace.launch.placement import Order, pick_device
@@ -31,9 +32,15 @@ from headrace.settings import ConfigError
 from headrace.sync import shared_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headrace.records import Array
 
 _RETRY_SECONDS = 1.0
+_REFUSALS = 3
+"""So many times in a row a launcher must close during the greeting: one that ends, or has too many guests, does so too."""
+_ANSWER_SECONDS = 60.0
+"""For the launcher to answer the first call; from then on it pings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +82,10 @@ class _Joiner:
     def __init__(self, options: JoinOptions) -> None:
         self._options = options
         self._address = f"tls:{options.url.removeprefix('tls://')}"
-        self._processes: dict[str, ChildProcess] = {}
+        self._processes: dict[tuple[str, int], ChildProcess] = {}
+        """By name and incarnation."""
+        self._num_closed = 0
+        """Times in a row that the launcher closed during the greeting."""
         self._is_over = False
         """The run has ended, or this host has left it."""
         self._folder = Path(options.folder or tempfile.mkdtemp(prefix="headrace-join-")).absolute()
@@ -100,39 +110,52 @@ class _Joiner:
         return 0
 
     async def _connect(self) -> Peer | None:
-        """None if nobody listens there."""
+        """None if nobody listens there, or whoever does may just be ending."""
         try:
             stream = await connect(self._address, token=self._options.token, name=platform.node(), channel="host")
         except (PermissionError, StreamClosed) as error:
+            self._num_closed += 1
+            if isinstance(error, StreamClosed) and self._num_closed < _REFUSALS:
+                return None
             refused = f"{self._options.url} refuses this host: it has another token (HEADRACE_TOKEN, --token-file)"
             raise ConfigError(f"{refused}, or another version of headrace ({error})") from error
         except ValueError as error:
             raise ConfigError(f"{self._options.url}: must be [tls://][FINGERPRINT@]HOST:PORT") from error
         except (OSError, TimeoutError):
+            self._num_closed = 0
             return None
-        notices = {"start": self._start, "beat": self._beat, "kill": self._kill, "end": self._end}
+        self._num_closed = 0
+        notices: dict[str, Callable[[Any], None]] = {
+            "start": self._start,
+            "beat": self._beat,
+            "kill": self._kill,
+            "end": self._end,
+        }
         return Peer(stream, calls={"ping": self._ping}, notices=notices)
 
     async def _stay(self, peer: Peer, is_stopped: asyncio.Event) -> None:
         """Join, and serve until the launcher ends or is gone, or this host leaves."""
         self._peer, self._loop = peer, asyncio.get_running_loop()
         reading, stopping = asyncio.ensure_future(peer.run()), asyncio.ensure_future(is_stopped.wait())
+        tasks: list[asyncio.Future[Any]] = [reading, stopping]
         try:
-            await self._introduce(peer)
+            told = await peer.call("join", version=__version__, schema=frames.SCHEMA, timeout=_ANSWER_SECONDS)
+            tasks.append(asyncio.ensure_future(self._watch(peer, SILENT_HEARTBEATS * told["heartbeat"])))
+            await self._introduce(peer, told)
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
                 print("leaving the run", flush=True)
                 peer.notify("leaving", None)
                 self._is_over = True
                 await asyncio.wait({reading}, timeout=self._options.grace)
-        except StreamClosed:
+        except (StreamClosed, TimeoutError):
             pass
         except RemoteError as error:
             if error.is_config:
                 raise ConfigError(f"{self._options.url} refuses this host: {error.message}") from error
             raise
         finally:
-            for task in (reading, stopping):
+            for task in tasks:
                 task.cancel()
             await asyncio.wait({reading})
             peer.stream.close()
@@ -140,10 +163,20 @@ class _Joiner:
                 process.kill()
             await asyncio.to_thread(lambda: [process.wait() for process in list(self._processes.values())])
             self._processes.clear()
+        failure = None if reading.cancelled() else reading.exception()
+        if failure is not None and not isinstance(failure, StreamClosed):  # it would be the same again
+            raise failure
 
-    async def _introduce(self, peer: Peer) -> None:
+    async def _watch(self, peer: Peer, seconds: float) -> None:
+        """A launcher that has not pinged for so long is gone; if its host is, nothing else would close the stream."""
+        self._pinged_at = time.monotonic()
+        while (left := self._pinged_at + seconds - time.monotonic()) > 0:  # noqa: ASYNC110  (it waits for nothing to happen)
+            await asyncio.sleep(left)
+        print(f"{self._options.url} has been silent for {seconds:g} s", flush=True)
+        peer.stream.close()
+
+    async def _introduce(self, peer: Peer, told: dict[str, Any]) -> None:
         options = self._options
-        told = await peer.call("join", version=__version__, schema=frames.SCHEMA)
 
         def read(name: str, start: int) -> Array:
             piece: Array = asyncio.run_coroutine_threadsafe(peer.call("read", name=name, start=start), self._loop).result()
@@ -165,32 +198,41 @@ class _Joiner:
     # What the launcher tells
 
     async def _ping(self) -> dict[str, float]:
+        self._pinged_at = time.monotonic()
         return {"ticks": time.perf_counter(), "time": time.time()}
 
     def _start(self, line: str) -> None:
         order = Order.read(line)
-        process = self._processes[order.name] = ChildProcess(order.name, order.placement)
+        known = {"name": order.name, "incarnation": order.incarnation}
+        try:
+            process = ChildProcess(order.name, order.placement)
+        except (OSError, ValueError) as error:  # no room for its log, or no descriptor left
+            print(f"{order.name} could not be started: {error}", flush=True)
+            self._peer.notify("ended", {**known, "status": 1})
+            return
+        self._processes[order.name, order.incarnation] = process
         process.order(order)
-        self._peer.notify("started", {"name": order.name, "pid": process.pid})
-        threading.Thread(target=self._report_end, args=(self._peer, order.name, process), daemon=True).start()
+        self._peer.notify("started", {**known, "pid": process.pid})
+        threading.Thread(target=self._report_end, args=(self._peer, order, process), daemon=True).start()
 
-    def _report_end(self, peer: Peer, name: str, process: ChildProcess) -> None:
+    def _report_end(self, peer: Peer, order: Order, process: ChildProcess) -> None:
         status = process.wait()
 
         def report() -> None:
+            self._processes.pop((order.name, order.incarnation), None)
             with contextlib.suppress(StreamClosed):
-                peer.notify("ended", {"name": name, "status": status})
+                peer.notify("ended", {"name": order.name, "incarnation": order.incarnation, "status": status})
 
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(report)
 
-    def _beat(self, name: str) -> None:
-        if name in self._processes:
-            self._processes[name].beat()
+    def _beat(self, told: dict[str, Any]) -> None:
+        if process := self._processes.get((told["name"], told["incarnation"])):
+            process.beat()
 
-    def _kill(self, name: str) -> None:
-        if name in self._processes:
-            self._processes[name].kill()
+    def _kill(self, told: dict[str, Any]) -> None:
+        if process := self._processes.get((told["name"], told["incarnation"])):
+            process.kill()
 
     def _end(self, reason: str | None) -> None:
         self._is_over = True

@@ -18,6 +18,7 @@ from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
+    from concurrent.futures import Future
     from pathlib import Path
 
     from headrace.config import Recipe
@@ -45,6 +46,10 @@ class RayProcesses(ClusterProcesses):
         self._ray = ray
         self._num_local, self._restarts, self._indices = 0, {}, itertools.count()
         self._actors: list[Any] = []
+        self._joining: list[Any] = []
+        """Of each actor, what its `run` will return or raise."""
+        self._num_over = 0
+        """How many of these have."""
         self._group: Any = None
         self._is_ours = False
         """Whether this run has connected to Ray, and not the user's program."""
@@ -64,6 +69,18 @@ class RayProcesses(ClusterProcesses):
         self._on_exit.callback(self._release)  # once the engines have heard that the run is over
         await super().listen()
         await asyncio.to_thread(self._place)
+        for joining in self._joining:
+            self._spawn(self._follow(joining.future()))
+
+    async def _follow(self, joining: Future[int]) -> None:
+        """Waits for an engine that Ray placed to fail or leave; once all of them have, nobody needs to wait for the first."""
+        try:
+            await asyncio.wrap_future(joining)
+        except Exception as error:  # noqa: BLE001  (anything, and in Ray's wrapping)
+            self._say(f"an engine that Ray placed has failed: {getattr(error, 'cause', None) or error}")
+        self._num_over += 1
+        if self._num_over == len(self._joining) and not self.first_joined.done():
+            self.first_joined.set_exception(RoleFailed("no engine that Ray placed could join; why is said above"))
 
     def _place(self) -> None:
         """Reserve room for all engines and start an actor in each place."""
@@ -83,8 +100,8 @@ class RayProcesses(ClusterProcesses):
         for index in range(count):
             where = strategy(self._group, placement_group_bundle_index=index)
             actor = kind.options(scheduling_strategy=where).remote()
-            actor.run.remote(self._url, self._token, threads, "cuda" if has_gpus else "cpu")
             self._actors.append(actor)
+            self._joining.append(actor.run.remote(self._url, self._token, threads, "cuda" if has_gpus else "cpu"))
 
     def _release(self) -> None:
         for actor in self._actors:

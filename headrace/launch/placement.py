@@ -87,10 +87,15 @@ def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Pat
     )
 
 
+def engines_here(recipe: Recipe) -> int:
+    """Engines that the launcher starts on this host; Ray places them all, by its own accounts."""
+    return 0 if recipe.is_on_ray else recipe.engine.num_engines
+
+
 def threads_of(recipe: Recipe, role: str = "", *, cores: int = 0) -> int:
     """The role's own setting, or `threads`, or if both are 0 an equal share of the cores."""
     own = {"engine": recipe.engine.threads, "trainer": recipe.train.threads}.get(role, 0)
-    num_processes = 1 if recipe.is_inline else recipe.engine.num_engines + recipe.train.parallel.ranks
+    num_processes = 1 if recipe.is_inline else engines_here(recipe) + recipe.train.parallel.ranks
     return own or recipe.threads or max(1, (cores or os.cpu_count() or 1) // num_processes)
 
 
@@ -152,11 +157,12 @@ def receiving_device(recipe: Recipe, index: int) -> str:
 
 def shares_device(recipe: Recipe) -> bool:
     """Whether engines and trainer compute on one GPU, or one core."""
-    device = choose_device(recipe)
-    if device == "cpu":
+    if not engines_here(recipe):
+        return False
+    if choose_device(recipe) == "cpu":
         return len(os.sched_getaffinity(0)) < 2
     trainers, is_elsewhere = trainer_devices(recipe), bool(recipe.engine.vllm.urls)
-    return not is_elsewhere and any(place_of(recipe, "engine", each) in trainers for each in range(recipe.engine.num_engines))
+    return not is_elsewhere and any(place_of(recipe, "engine", each) in trainers for each in range(engines_here(recipe)))
 
 
 def choose_transport(recipe: Recipe) -> str:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from headrace.settings import ConfigError
 
+_SHORTEST_TOKEN = 32
+"""Whoever gets a host to join in the launcher's place can try tokens against the proof that it sends."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
@@ -47,7 +50,7 @@ class ClusterSettings:
 def read_token(file: str | Path, *, setting: str) -> str:
     """HEADRACE_TOKEN, else what the file holds; "" if there is neither."""
     if token := os.environ.get("HEADRACE_TOKEN", "").strip():
-        return token
+        return _checked(token, "HEADRACE_TOKEN")
     if not str(file):
         return ""
     try:
@@ -56,4 +59,11 @@ def read_token(file: str | Path, *, setting: str) -> str:
         raise ConfigError(f"{setting} {file}: it cannot be read: {error}") from error
     if not token:
         raise ConfigError(f"{setting} {file}: it is empty; put the token in it")
+    return _checked(token, f"{setting} {file}")
+
+
+def _checked(token: str, where: str) -> str:
+    if len(token) < _SHORTEST_TOKEN:
+        how = f"it has {len(token)} characters, and needs {_SHORTEST_TOKEN}"
+        raise ConfigError(f"{where}: the token could be guessed: {how}; make one with `openssl rand -hex 32`")
     return token

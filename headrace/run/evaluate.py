@@ -78,7 +78,7 @@ class Evaluator:
         answer = recipe.evaluate.answer
         self._answer = import_name(answer, setting="evaluate.answer") if answer else str.strip
         if limit is None and self._timeout:  # waiting for a slot must not count as an episode's time
-            limit = CallLimit(recipe.engine.slots * recipe.engine.num_engines)
+            limit = CallLimit(recipe.engine.slots * roles.num_engines(recipe))
         self._limit = limit
         self._sampling = Sampling(
             max_tokens=recipe.sampling.max_tokens,

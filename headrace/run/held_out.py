@@ -28,7 +28,6 @@ class HeldOutEvaluations:
 
     def __init__(self, session: Session) -> None:
         self._session, recipe = session, session.recipe
-        self._num_slots = recipe.engine.slots * recipe.engine.num_engines
         # In exact mode nothing may depend on timing, and engines that take turns with the trainer stop while it trains.
         self._is_beside = recipe.evaluate.beside and not (recipe.is_inline or recipe.exact or engines_take_turns(recipe))
         self._beside: asyncio.Task[None] | None = None
@@ -36,6 +35,10 @@ class HeldOutEvaluations:
         self._limit = CallLimit(0)
         """Its share of the slots."""
         self._has_skipped = False
+
+    @property
+    def _num_slots(self) -> int:
+        return self._recipe.engine.slots * self._session.roles.num_engines(self._recipe)
 
     @property
     def _recipe(self) -> Recipe:

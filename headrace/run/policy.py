@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 from headrace.algorithms import unwanted
@@ -81,6 +82,8 @@ class PolicyState:
         """The trainer's weights are exactly `version`, not between two versions."""
         is_elsewhere = not self.trainer.is_inline
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer, in_thread=is_elsewhere)
+        self._num_engines = recipe.engine.num_engines
+        """Whose slots bound what is in flight: more than the recipe has may have joined."""
         self.gate = make_gate(recipe)
         self._shares_device = roles.shares_device
         self.pace = Pace(recipe, shares_device=roles.shares_device) if is_automatic(recipe) else None
@@ -96,9 +99,6 @@ class PolicyState:
             on_room=room.set,
         )
         self.recovered = RecoveredGroups(self.buffer.journal)
-        enough = max(recipe.train.groups_per_batch, max_generate_calls(recipe) // recipe.train.group_size)
-        self._max_in_flight = None if self.gate.bounds_in_flight else 4 * enough
-        """Limit on groups in flight where no gate sets one: those that wait for their last episode or for a slow reward."""
         self.ledger = Ledger(self._count_open)
         self.submitted_groups = 0
         self._num_dropped = 0
@@ -140,13 +140,29 @@ class PolicyState:
         if not recipe.exact:
             self.renew_gate()
 
+    def count_engines(self, num_engines: int) -> None:
+        """Engines have joined or left: where only their slots bound what is in flight, the bound follows."""
+        if self.pace is not None:
+            self.pace.slots = self.recipe.engine.slots * num_engines
+        if num_engines != self._num_engines:
+            self._num_engines = num_engines
+            if not self.gate.bounds_in_flight:
+                self.renew_gate()
+
+    @property
+    def _max_in_flight(self) -> float:
+        """Limit on groups in flight where no gate sets one: those that wait for their last episode or for a slow reward."""
+        train, calls = self.recipe.train, max_generate_calls(self.recipe, self._num_engines)
+        return math.inf if self.gate.bounds_in_flight else 4 * max(train.groups_per_batch, calls // train.group_size)
+
     def renew_gate(self) -> None:
         """By the recipe, or to the depth that the controller has chosen."""
         if not is_automatic(self.recipe):
             self.pace = None
         elif self.pace is None:
             self.pace = Pace(self.recipe, shares_device=self._shares_device)
-        self.gate = make_gate(self.recipe, depth=None if self.pace is None else self.pace.controller.depth)
+        depth = None if self.pace is None else self.pace.controller.depth
+        self.gate = make_gate(self.recipe, depth=depth, num_engines=self._num_engines)
         self.buffer.update()  # its window follows the gate
         self._room.set()
 
@@ -154,7 +170,7 @@ class PolicyState:
 
     def has_room(self) -> bool:
         """Whether gate and buffer admit another group."""
-        if self.buffer.is_full or (self._max_in_flight is not None and len(self.in_flight) >= self._max_in_flight):
+        if self.buffer.is_full or len(self.in_flight) >= self._max_in_flight:
             return False
         counts = {"submitted": self.submitted_groups, "dropped": self.dropped_groups}
         return self.gate.is_open(version=self.held_version, unfinished=self.in_flight.num_unfinished, **counts)

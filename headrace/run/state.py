@@ -77,6 +77,10 @@ class Roles:
         """A copy in which these tokens end a turn too."""
         return dataclasses.replace(self, stop_ids=tuple({*ids, *self.stop_ids}))
 
+    def num_engines(self, recipe: Recipe) -> int:
+        """As many as the recipe has, or as there are if more have joined."""
+        return max(recipe.engine.num_engines, len(self.versions()))
+
     @property
     def trainer(self) -> PolicyTrainer:
         (trainer,) = self.trainers.values()
@@ -276,11 +280,10 @@ class Run:
 
     def _count_engines(self) -> None:
         """More engines than the recipe has may have joined."""
-        num_engines = max(self.recipe.engine.num_engines, len(self.roles.versions()))
+        num_engines = self.roles.num_engines(self.recipe)
         self.generate_calls.resize(max_generate_calls(self.recipe, num_engines))
         for policy in self.policies.values():
-            if policy.pace is not None:
-                policy.pace.slots = self.recipe.engine.slots * num_engines
+            policy.count_engines(num_engines)
 
     async def finish_started(self, policy: PolicyState) -> None:
         """After a failure elsewhere: wait for the steps already sent to the trainer's process, and count them."""

@@ -121,8 +121,8 @@ class NoGate:
     depth: None = None
 
     @classmethod
-    def of(cls, recipe: Recipe) -> NoGate:
-        episodes = max(recipe.train.batch, 2 * recipe.engine.slots * recipe.engine.num_engines)
+    def of(cls, recipe: Recipe, num_engines: int = 0) -> NoGate:
+        episodes = max(recipe.train.batch, 2 * recipe.engine.slots * (num_engines or recipe.engine.num_engines))
         return cls(groups_per_batch=recipe.train.groups_per_batch, episodes=episodes, steps=recipe.steps)
 
     def is_open(self, *, version: int, submitted: int, dropped: int, unfinished: int = 0) -> bool:
@@ -137,10 +137,12 @@ def groups_ahead(depth: float, groups_per_batch: int) -> int:
     return math.floor(round(depth * groups_per_batch, 6))
 
 
-def make_gate(recipe: Recipe, *, depth: float | None = None) -> DepthGate | SlotsGate | NoGate:
+def make_gate(recipe: Recipe, *, depth: float | None = None, num_engines: int = 0) -> DepthGate | SlotsGate | NoGate:
     """The recipe's gate, with the depth that a controller has chosen if one has. Where engines and trainer take turns it has
-    depth 0, whatever `staleness.gate` says."""
+    depth 0, whatever `staleness.gate` says. `num_engines`: by default the recipe's."""
     gate = (DepthGate if buffer_policy(recipe).takes_turns else GATES[recipe.staleness.gate]).of(recipe)
+    if isinstance(gate, NoGate):
+        return NoGate.of(recipe, num_engines)
     return gate if depth is None or not isinstance(gate, DepthGate) else replace(gate, depth=depth)
 
 

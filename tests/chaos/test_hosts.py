@@ -20,7 +20,7 @@ from headrace.observe.sinks import read_metrics
 if TYPE_CHECKING:
     from pathlib import Path
 
-TOKEN = "a token for this test"
+TOKEN = "a token for this test, and no other"
 
 
 def free_port() -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +17,18 @@ import pytest
 from headrace import __version__
 from headrace.config import make_recipe
 from headrace.launch.clock import ClockOffset
-from headrace.launch.hosts import Hosts, JoinedProcess
-from headrace.launch.joining import JoinOptions, join
+from headrace.launch.cluster import ClusterProcesses
+from headrace.launch.hosts import Host, HostOffer, Hosts, JoinedProcess
+from headrace.launch.joining import JoinOptions, _Joiner, join
 from headrace.launch.model_files import fetch_model, list_files, read_piece
+from headrace.launch.on_ray import RayProcesses
+from headrace.launch.placement import Order, Placement
+from headrace.launch.process import RoleFailed
 from headrace.launch.settings import ClusterSettings, read_token
 from headrace.records import frames
 from headrace.rpc import Peer, RemoteError, connect
 from headrace.settings import ConfigError
+from headrace.sync import TransportConfig
 from headrace.tls import make_certificate
 
 if TYPE_CHECKING:
@@ -91,11 +99,26 @@ def run(model) -> Iterator[Run]:
     made.hosts.close()
 
 
-def test_a_host_with_another_token_is_refused(run):
+def test_a_host_with_another_token_is_refused(run, monkeypatch):
+    monkeypatch.setattr("headrace.launch.joining._RETRY_SECONDS", 0.01)
     for token in ("x", ""):
         with pytest.raises(ConfigError, match="refuses this host: it has another token"):
             join(JoinOptions(url=run.url, token=token, wait=5))
     assert not run.ready
+
+
+def test_a_launcher_that_closes_once_has_not_refused_the_host(run):
+    async def main() -> None:
+        joiner = _Joiner(JoinOptions(url=run.url, token=TOKEN))
+        for _ in range(2):
+            run.hosts._listener._token = "of another run"
+            assert await joiner._connect() is None and await joiner._connect() is None
+            run.hosts._listener._token = TOKEN
+            peer = await joiner._connect()
+            assert peer is not None
+            peer.stream.close()
+
+    asyncio.run(main())
 
 
 def test_a_host_with_another_version_is_told_both(run):
@@ -184,9 +207,10 @@ def test_a_host_is_told_what_to_start_and_a_process_ends_with_it(run):
             first.beat()
             second.kill()
             await until(lambda: len(heard) == 2)
-            assert heard == [("beat", "engine-1"), ("kill", "engine-2")]
-            peer.notify("started", {"name": "engine-1", "pid": 77})
-            peer.notify("ended", {"name": "engine-2", "status": -9})
+            one, two = ({"name": name, "incarnation": 1} for name in ("engine-1", "engine-2"))
+            assert heard == [("beat", one), ("kill", two)]
+            peer.notify("started", {**one, "pid": 77})
+            peer.notify("ended", {**two, "status": -9})
             assert await asyncio.to_thread(second.wait) == -9
             peer.notify("leaving", None)
             await until(lambda: run.leaving)
@@ -194,6 +218,66 @@ def test_a_host_is_told_what_to_start_and_a_process_ends_with_it(run):
         assert await asyncio.to_thread(first.wait) is None
         assert first.describe() == "process 77 on far, which is gone"
         assert JoinedProcess("engine-3", host).wait() is None
+
+    asyncio.run(main())
+
+
+def test_news_of_a_process_that_the_run_has_given_up_is_ignored(run):
+    async def main() -> None:
+        async with run.joined() as (peer, _):
+            await offer(peer)
+            host = run.ready[0]
+            given_up, other = JoinedProcess("engine-1", host), JoinedProcess("engine-2", host)
+            given_up.kill()
+            del host.processes["engine-1"]
+            for name in ("engine-1", "engine-2"):
+                peer.notify("started", {"name": name, "incarnation": 1, "pid": 77})
+                peer.notify("ended", {"name": name, "incarnation": 1, "status": 3})
+            assert await asyncio.to_thread(other.wait) == 3 and not host.is_gone
+            again = JoinedProcess("engine-2", host, incarnation=2)
+            peer.notify("ended", {"name": "engine-2", "incarnation": 1, "status": 3})
+            peer.notify("started", {"name": "engine-2", "incarnation": 2, "pid": 78})
+            await until(lambda: again.pid)
+            assert not again._has_ended.is_set(), "the end of the process before it is not its own"
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_its_host_cannot_run_does_not_end_the_run(tmp_path, monkeypatch):
+    said, reasons = [], []
+    monkeypatch.setattr("headrace.launch.hosts.Host.tell", lambda *_: None)
+    monkeypatch.setattr("headrace.launch.hosts.Host.dismiss", lambda _, reason: reasons.append(reason))
+
+    async def main() -> ClusterProcesses:
+        processes = ClusterProcesses(make_recipe({"cluster.listen": "127.0.0.1:0"}), tmp_path)
+        processes._say, processes.pool.lose = said.append, lambda _: None
+        processes._timelines = {"engine": SimpleNamespace(forget=lambda _: None)}
+        host = Host(1, None, asyncio.get_running_loop(), offer=HostOffer(host="far", address="10.0.0.9"))
+        processes._host_of[1], processes._restarts[1] = host, processes._restart_budget()
+        processes._devices[1] = "cpu"
+        process = processes._connected["engine-1"] = processes.start_process("engine", 1)
+        process._last_words = RemoteError(kind="ModelError", message="it has no such layer")
+        process.verdict = "was lost"
+        process.lost.set()
+        await processes._replace(process, None)
+        return processes
+
+    processes = asyncio.run(main())
+    assert said == ["engine-1 on far is given up: it has no such layer"] and reasons == ["it has no such layer"]
+    assert processes._losses()["engines_given_up"] == ["engine-1"] and list(processes._restarts) == [0]
+
+
+@pytest.mark.parametrize("answer", [{"ticks": 0.0}, {"ticks": "1", "time": 2}, None])
+def test_a_host_that_answers_pings_with_nonsense_is_gone(run, answer):
+    async def main() -> None:
+        async with run.joined() as (peer, _):
+            await offer(peer)
+
+            async def ping() -> object:
+                return answer
+
+            peer.calls["ping"] = ping
+            await until(lambda: run.ready[0].is_gone)
 
     asyncio.run(main())
 
@@ -218,6 +302,74 @@ def test_a_host_that_falls_silent_is_gone_after_the_heartbeat(model):
         asyncio.run(main())
     finally:
         run.hosts.close()
+
+
+def test_a_host_joins_again_when_the_launcher_has_been_silent(model, monkeypatch, tmp_path, capsys):
+    async def silent(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(Hosts, "_keep_pinging", silent)
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    run = Run(model, heartbeat=0.1)
+    joining = threading.Thread(target=join, args=(JoinOptions(url=run.url, token=TOKEN, device="cpu", wait=0),), daemon=True)
+    joining.start()
+    try:
+        asyncio.run(until(lambda: len(run.ready) == 2))
+    finally:
+        run.hosts.close()
+    joining.join(10)
+    assert not joining.is_alive() and "has been silent for 0.3 s" in capsys.readouterr().out
+
+
+def order_with_log(log: Path) -> Order:
+    at = {"host": "far", "address": "127.0.0.1", "device": "cpu", "receives_on": "cpu", "threads": 1}
+    placement = Placement(**at, run_folder=str(log.parent), log=str(log), shared_folder=str(log.parent))
+    transport = TransportConfig("http", str(log.parent), "headrace-17-ab", "127.0.0.1", "0" * 64, 60.0)
+    names = {"name": "engine-1", "role": "engine", "index": 1, "incarnation": 3}
+    more = {"address": "unix:/s", "silence": 60.0, "deadline": 60.0, "import_path": []}
+    return Order(**names, placement=placement, transport=transport, **more)
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_host_that_cannot_start_a_process_says_so(run, monkeypatch, tmp_path, capsys, is_readable):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    options = JoinOptions(url=run.url, token=TOKEN, device="cpu", folder=tmp_path / "logs", wait=0)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(join, options)
+        try:
+            assert run.has_news.wait(30)
+            [host] = run.ready
+            process = JoinedProcess("engine-1", host, incarnation=3)
+            if is_readable:
+                process.order(order_with_log(tmp_path / "missing" / "log"))
+                assert process.wait() == 1
+            else:
+                host.tell("start", "no order")
+                with pytest.raises(ValueError, match="Expecting value"):
+                    joining.result(5)
+        finally:
+            run.hosts.close()
+    if is_readable:
+        assert joining.result() == 0 and "engine-1 could not be started: [Errno 2]" in capsys.readouterr().out
+
+
+def test_a_run_on_ray_does_not_wait_for_engines_that_have_failed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    said, failed = [], [ConfigError("another version of headrace"), RuntimeError("no such device")]
+
+    async def main() -> None:
+        processes = RayProcesses(make_recipe({"orchestrate": "ray", "cluster.listen": "127.0.0.1:0"}), tmp_path)
+        processes._say, processes.first_joined = said.append, asyncio.get_running_loop().create_future()
+        processes._joining = [Future(), Future()]
+        for each, error in zip(processes._joining, failed, strict=True):
+            assert not processes.first_joined.done()
+            each.set_exception(error)
+            await processes._follow(each)
+        with pytest.raises(RoleFailed, match="no engine that Ray placed could join"):
+            await asyncio.wait_for(processes._first_engine(), 5)
+
+    asyncio.run(main())
+    assert said == [f"an engine that Ray placed has failed: {error}" for error in failed]
 
 
 def test_hosts_hear_that_the_run_is_over(model):
@@ -257,7 +409,17 @@ def test_a_token_comes_from_the_environment_or_a_file(tmp_path: Path, monkeypatc
     file.write_text("\n")
     with pytest.raises(ConfigError, match="it is empty"):
         read_token(file, setting="--token-file")
-    file.write_text("of the file\n")
-    assert read_token(file, setting="--token-file") == "of the file"
-    monkeypatch.setenv("HEADRACE_TOKEN", "of the environment")
-    assert read_token(file, setting="--token-file") == "of the environment"
+    file.write_text("f" * 32 + "\n")
+    assert read_token(file, setting="--token-file") == "f" * 32
+    monkeypatch.setenv("HEADRACE_TOKEN", "e" * 32)
+    assert read_token(file, setting="--token-file") == "e" * 32
+
+
+def test_a_token_that_could_be_guessed_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_TOKEN", "secret")
+    with pytest.raises(ConfigError, match=r"^HEADRACE_TOKEN: .* 6 characters, and needs 32; make one with `openssl rand"):
+        read_token("", setting="--token-file")
+    monkeypatch.delenv("HEADRACE_TOKEN")
+    (tmp_path / "token").write_text("s" * 31)
+    with pytest.raises(ConfigError, match=r"^--token-file .*token: the token could be guessed"):
+        read_token(tmp_path / "token", setting="--token-file")

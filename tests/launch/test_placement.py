@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from headrace.config import make_recipe
-from headrace.launch.placement import Order, Placement, check_ranks, place_on_this_host, threads_of
+from headrace.launch.placement import Order, Placement, check_ranks, place_on_this_host, shares_device, threads_of
 from headrace.settings import ConfigError
 from headrace.sync import TransportConfig
+
+ON_RAY = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0"}
 
 
 def placement(role: str, index: int, **settings: object) -> Placement:
@@ -67,5 +69,14 @@ def test_every_rank_of_the_trainer_gets_a_gpu_and_engines_what_is_left(monkeypat
 
 
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = make_recipe({"engine.count": 2, "train.parallel.shard": 2})
-    assert threads_of(recipe, "trainer", cores=8) == 2
+    settings = {"engine.count": 2, "train.parallel.shard": 2}
+    assert threads_of(make_recipe(settings), "trainer", cores=8) == 2
+    assert threads_of(make_recipe({**settings, **ON_RAY}), "trainer", cores=8) == 4, "no engine is counted on this host"
+
+
+def test_engines_that_ray_places_share_no_device_with_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    assert shares_device(make_recipe({})) and not shares_device(make_recipe(ON_RAY))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert shares_device(make_recipe({})) and not shares_device(make_recipe(ON_RAY))

@@ -102,7 +102,8 @@ def test_waiting_for_a_slot_is_not_an_episodes_time() -> None:
             return await super().run(task, client)
 
     roles: Any = SimpleNamespace(engine=Engine(), encoder=None, environment=Asks(), scorer=Scorer(), stop_ids=())
-    recipe = make_recipe({"episode": {"timeout": 1000.0}, "engine": {"slots": 1, "count": 2}})
+    roles.num_engines = lambda recipe: 2 * recipe.engine.num_engines  # another has joined
+    recipe = make_recipe({"episode": {"timeout": 1000.0}, "engine": {"slots": 1, "count": 1}})
 
     async def main() -> dict[str, float]:
         running = asyncio.ensure_future(Evaluator(recipe, roles).run({"tasks": 3 * [{"prompt": "1"}]}))

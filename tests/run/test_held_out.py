@@ -44,6 +44,7 @@ class World:
         roles = SimpleNamespace(
             engine=self, encoder=SimpleNamespace(), environment=self, scorer=self, stop_ids=(), refresh=self.nothing
         )
+        roles.num_engines = lambda recipe: recipe.engine.num_engines
         self.session: Any = SimpleNamespace(
             recipe=make_recipe(every | settings),
             held_out={"tasks": [{"prompt": str(number)} for number in range(6)]},

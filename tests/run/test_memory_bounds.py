@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +19,7 @@ from headrace.score import RewardFunction, RewardScorer
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
+    from headrace.config import Recipe
     from headrace.records import Batch
     from headrace.run import PolicyState
 
@@ -47,6 +48,51 @@ async def until_still(run: Run, policy: PolicyState) -> None:
         seen, turns = now, turns + 1 if now == seen else 0
 
 
+def make_run(recipe: Recipe, trainer: StuckTrainer, lineage: Lineage, **more: Any) -> Run:
+    encoder = PromptEncoder(build_tokenizer())
+    roles = Roles(
+        engine=InstantEngine(tokens=TOKENS),
+        trainers={POLICY: trainer},
+        scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
+        environment=SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": "12345"}])),
+        canary=make_canary(encoder.encode("canary")),
+        stop_ids=(1,),
+        services=(),
+        **more,
+    )
+
+    async def after_version(policy: PolicyState) -> None: ...
+
+    return Run(recipe, roles, lineage=lineage, observer=Observer(), on_trained=lambda *_: None, after_version=after_version)
+
+
+def test_without_a_gate_what_is_in_flight_follows_the_engines() -> None:
+    """2 × 8 slots of one engine are 16 episodes, and 4 × 4 groups at most wait for their last."""
+    recipe = make_recipe({"engine.slots": 8, "staleness.gate": "none", "train": {"batch": BATCH, "group_size": GROUP}})
+    held: dict[str, int] = {}
+
+    async def main() -> None:
+        lineage = Lineage.new()
+        run = make_run(recipe, StuckTrainer(lineage), lineage, versions=lambda: held)
+        policy = run.policies[POLICY]
+
+        def bounds() -> tuple[bool, bool, float]:
+            counts = {"version": 0, "submitted": 0, "dropped": 0}
+            run._count_engines()
+            return *(policy.gate.is_open(**counts, unfinished=each) for each in (15, 16)), policy._max_in_flight
+
+        assert bounds() == (True, False, 16)
+        run.room.clear()
+        held.update({"engine-0": 0, "engine-1": 0})
+        assert bounds() == (True, True, 32) and run.room.is_set(), "the feed is woken"
+        del held["engine-1"]
+        assert bounds() == (True, False, 16)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("order", ["completion", "submission"])
 def test_without_gate_and_rejection_submission_stops_at_the_buffers_bytes(order: str) -> None:
     recipe = make_recipe(
@@ -60,24 +106,11 @@ def test_without_gate_and_rejection_submission_stops_at_the_buffers_bytes(order:
             "sync": {"canary_limit": 1e9},  # a stub has no logprobs
         }
     )
-    lineage, encoder = Lineage.new(), PromptEncoder(build_tokenizer())
-
-    async def after_version(policy: PolicyState) -> None: ...
+    lineage = Lineage.new()
 
     async def main() -> None:
         trainer = StuckTrainer(lineage)
-        roles = Roles(
-            engine=InstantEngine(tokens=TOKENS),
-            trainers={POLICY: trainer},
-            scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
-            environment=SingleTurn(),
-            encoder=encoder,
-            tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": "12345"}])),
-            canary=make_canary(encoder.encode("canary")),
-            stop_ids=(1,),
-            services=(),
-        )
-        run = Run(recipe, roles, lineage=lineage, observer=Observer(), on_trained=lambda *_: None, after_version=after_version)
+        run = make_run(recipe, trainer, lineage)
         policy = run.policies[POLICY]
         async with leg(run):
             training = asyncio.ensure_future(run_loops(run))
