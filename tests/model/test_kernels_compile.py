@@ -84,8 +84,10 @@ for rank in (16, 64, 128, 512):
         down = shared_memory(low_rank.down_kernel, {**KINDS, **matrices, "out": "*fp32"}, TILE=sizes.tile, **same)
         splits = 4096 // min(sizes.split, 4096)
         kinds = {**KINDS, **matrices, "out": "*bf16"}
-        up = shared_memory(low_rank.up_kernel, kinds, SPLITS=splits, COLUMNS=sizes.columns, **same)
-        assert max(down, up) <= 99 * 1024, (rank, rows, down, up)
+        for is_one, is_gated in ((False, False), (True, True)) if rows == 256 else ((False, False),):
+            ways = {"IS_ONE": is_one, "IS_GATED": is_gated, "IS_EARLY": is_one}
+            up = shared_memory(low_rank.up_kernel, kinds, SPLITS=splits, COLUMNS=sizes.columns, **ways, **same)
+            assert max(down, up) <= 99 * 1024, (rank, rows, ways, down, up)
 """
 
 
