@@ -228,7 +228,8 @@ def test_scorers_that_execute_what_a_model_wrote_are_refused(fake) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    for name in ("reasoning_gym", "reasoning_gym.factory"):  # other tests may have imported it
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TaskError, match=r"tasks: reasoning_gym:sums: needs `pip install reasoning-gym`"):
         open_source(SUMS, seed=0, split="train")
 
