@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.errors import without_our_frames
 from headrace.launch.launcher import launch
+from headrace.launch.stop import SIGNAL_SECONDS
 from headrace.run import Change, changed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from headrace.config import Recipe
     from headrace.launch.inputs import UserInputs
@@ -65,8 +68,8 @@ class RunHandle:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end, at most `timeout` seconds. Returns whether the run has ended, however it did."""
-        with self._has_news:
-            return self._has_news.wait_for(self._future.done, timeout)
+        until = time.monotonic() + (math.inf if timeout is None else timeout)
+        return self._wait_for(self._future.done, until)
 
     def result(self, timeout: float | None = None) -> RunResult:
         """Wait for the end, and return or raise what `headrace.train` would. Raises `TimeoutError` if it has not ended."""
@@ -94,8 +97,7 @@ class RunHandle:
         a trainer is restarted, versions since its checkpoint come again."""
         index = 0
         while True:
-            with self._has_news:
-                self._has_news.wait_for(lambda seen=index: len(self._rows) > seen or self._future.done())  # type: ignore[misc]
+            self._wait_for(lambda seen=index: len(self._rows) > seen or self._future.done())  # type: ignore[misc]
             if index == len(self._rows):
                 self.result()
                 return
@@ -141,6 +143,12 @@ class RunHandle:
             self._future.set_exception(without_our_frames(error))
         with self._has_news:
             self._has_news.notify_all()
+
+    def _wait_for(self, holds: Callable[[], bool], until: float = math.inf) -> bool:
+        with self._has_news:
+            while not holds() and (left := until - time.monotonic()) > 0:
+                self._has_news.wait(min(left, SIGNAL_SECONDS))
+            return holds()
 
     def _end(self) -> None:
         """Stop and wait; an interrupt meanwhile kills the run."""

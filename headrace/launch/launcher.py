@@ -9,7 +9,7 @@ import math
 import random
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +31,7 @@ from headrace.launch.placement import set_threads
 from headrace.launch.process import RestartBudget, TrainerLost
 from headrace.launch.sft import METRICS
 from headrace.launch.start_model import copy_model, model_folder
-from headrace.launch.stop import StopRequest, sigterm_as_interrupt
+from headrace.launch.stop import SIGNAL_SECONDS, StopRequest, sigterm_as_interrupt
 from headrace.lora import KEPT_BASE
 from headrace.model import ModelShape, config_limit, load_config, load_tokenizer
 from headrace.observe import Observer, final_report, open_screen
@@ -112,15 +112,11 @@ def outside_event_loop(call: Callable[[], T], stop: StopRequest) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return call()
-    with sigterm_as_interrupt(), ThreadPoolExecutor(max_workers=1) as thread:
+    with stop.made_by_signals(), ThreadPoolExecutor(max_workers=1) as thread:
         future = thread.submit(call)
-        while True:
-            try:
-                return future.result()
-            except KeyboardInterrupt:
-                stop.make()
-                if stop.num_made > 1:
-                    raise
+        while not future.done():
+            wait([future], timeout=SIGNAL_SECONDS)
+        return future.result()
 
 
 class Launcher:

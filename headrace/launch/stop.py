@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNAL_SECONDS = 0.2
+"""A main thread that waits for a lock wakes this often to run signal handlers: a signal that comes just before the wait, or to
+another thread, does not end it."""
 
 
 class StopRequest:
@@ -30,6 +33,18 @@ class StopRequest:
         act = self._on_first if self.num_made == 1 else self._on_second
         if act is not None:
             act()
+
+    @contextlib.contextmanager
+    def made_by_signals(self) -> Iterator[None]:
+        """In this block of the main thread, signals make the request; from the second on they raise `KeyboardInterrupt` too."""
+
+        def on_signal(*_: object) -> None:
+            self.make()
+            if self.num_made > 1:
+                raise KeyboardInterrupt
+
+        with _handled(on_signal):
+            yield
 
     @contextlib.contextmanager
     def cancels(self, task: asyncio.Task[Any] | None, *, at: int) -> Iterator[None]:
@@ -73,13 +88,17 @@ class StopRequest:
             forget_signals()
 
 
-@contextlib.contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
+def sigterm_as_interrupt() -> contextlib.AbstractContextManager[None]:
     """In this block SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does, so that it cleans up. No effect off the main thread."""
+    return _handled(signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[..., Any]) -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS} if is_main else {}
+    before = {number: signal.signal(number, handler) for number in _SIGNALS} if is_main else {}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
