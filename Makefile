@@ -1,4 +1,4 @@
-# `make quickstart` and `make test` do everything on a fresh machine; each sets up .venv first if it is not ready.
+# `make quickstart` and `make test` do everything on a fresh machine; each sets up .venv first, with what it needs and no more.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,6 +11,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -28,7 +32,7 @@ test-all: test $(VLLM)/.ready $(ADAPTERS)/.ready
 	$(ADAPTERS)/bin/python -m pytest tests/envs/test_verifiers.py tests/envs/test_openenv.py
 	PYTHONPATH=$(VERIFIERS_0_1) $(ADAPTERS)/bin/python -m pytest tests/envs/test_verifiers_loaded.py
 
-lint: $(VENV)/.ready
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -51,7 +55,7 @@ $(VLLM)/.ready: constraints-vllm.txt
 # verifiers 0.1 in a folder of its own. The imports fail if the tests would be skipped.
 adapters: $(ADAPTERS)/.ready
 
-$(ADAPTERS)/.ready: constraints-adapters.txt $(VENV)/.ready
+$(ADAPTERS)/.ready: constraints-adapters.txt $(VENV)/.dev
 	test -x $(ADAPTERS)/bin/python || $(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-adapters.txt
 	site='import sysconfig; print(sysconfig.get_path("purelib"))' && \
