@@ -191,7 +191,7 @@ def check_sft_memory(recipe: Recipe) -> None:
     total = torch.cuda.mem_get_info()[1]
     if needed > total:
         raise ConfigError(
-            f"sft: it trains all weights on one GPU, whatever train.parallel says; that needs {needed / 1e9:,.1f} GB, predicted, "
+            f"sft: it trains all weights on one GPU, whatever train.parallel says: it needs {needed / 1e9:,.1f} GB, predicted, "
             f"and the GPU has {total / 1e9:,.1f}; leave [sft] out, and set model.path to a model that is fine-tuned already"
         )
 

@@ -212,7 +212,7 @@ def read_pieces(files: WeightFiles, arena: ShardedArena, *, name: str) -> Iterat
     for each, view in arena:
         piece = files.read(each, arena.first[each], arena.first[each] + view.numel()) if view.numel() else view
         if piece.is_floating_point() and not piece.sum(dtype=torch.float32).isfinite():
-            raise ModelError(f"model.path = {name!r}: the weights are not those of its config.json: {each} holds NaN or infinity")
+            raise ModelError(f"model.path = {name!r}: the weights cannot be used: {each} holds NaN or infinity")
         yield each, piece
 
 

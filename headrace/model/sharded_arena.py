@@ -64,9 +64,9 @@ class ShardedArena(Arena):
     def split(
         cls, model: nn.Module, units: Sequence[Collection[int]], *, rank: int, count: int, device: torch.device
     ) -> ShardedArena:
-        """Take this rank's slices of a model's tensors, which are freed one by one; those of tensors without
-        bytes are left to be filled. `units`: ids of each one's tensors; a tensor that shares its memory with an earlier one goes with
-        that."""
+        """Take this rank's slices of a model's tensors, which are freed one by one; slices of tensors without
+        bytes are left to be filled. `units`: ids of each one's tensors; a tensor that shares its memory with an earlier one
+        goes with that."""
         holders = dict(held_tensors(model))
         keys = {name: _memory(tensor) if _has_bytes(tensor) else name for name, tensor in holders.items()}
         whole = _lay_out((name, tensor.dtype, tuple(tensor.shape), keys[name]) for name, tensor in holders.items())

@@ -37,7 +37,7 @@ class WeightFiles:
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
         self._model, state = model, model.state_dict()
-        self._sources: dict[str, list[tuple[str, str | Path, str | None]]] = {}  # name in a file, file, pattern of its converter
+        self._sources: dict[str, list[tuple[str, str | Path, str | None]]] = {}  # name in its file, file, converter's pattern
         prefix, shapes = model.base_model_prefix, dict[str, tuple[int, ...]]()
         files: dict[str, str | Path] = {}
         for path in paths:

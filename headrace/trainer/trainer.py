@@ -115,7 +115,7 @@ class DeviceTrainer:
         learner: nn.Module = model if adapter is None else adapter
         digits: dict[str, Tensor] = {}
         files = take_files(model)
-        if files is None and _loses_digits(learner, dtype):  # on the host until the masters exist, so that the GPU does not hold them twice
+        if _loses_digits(learner, dtype):  # on the host until the masters exist: a GPU would hold them twice
             digits = {name: tensor.to("cpu") for name, tensor in named_tensors(learner)}
         if dtype != torch.float32:
             narrow(model, dtype)
@@ -447,4 +447,6 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
 
 
 def _loses_digits(model: nn.Module, dtype: torch.dtype) -> bool:
-    return dtype != torch.float32 and any(p.dtype == torch.float32 and p.ndim >= 2 for p in model.parameters())
+    return dtype != torch.float32 and any(
+        p.dtype == torch.float32 and p.ndim >= 2 and not p.is_meta for p in model.parameters()
+    )

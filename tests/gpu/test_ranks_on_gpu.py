@@ -1,5 +1,5 @@
-"""Two trainer ranks on one GPU, joined over NCCL, give what one gives. A rank that hangs ends by itself and says in which phase;
-the logs of both are in the failure."""
+"""Two trainer ranks on one GPU, joined over NCCL, give what one gives. A rank that hangs ends by itself and says where; the
+logs of both are in the failure."""
 
 from __future__ import annotations
 
