@@ -207,13 +207,14 @@ def _load_without_weights(path: str, *, dtype: str) -> PreTrainedModel | None:
     return model
 
 
-def read_pieces(files: WeightFiles, arena: ShardedArena, *, name: str) -> Iterator[tuple[str, Tensor]]:
-    """A rank's part of each tensor, one by one, in one dimension and the dtype of the file. `name`: the model's, for errors."""
-    for each, view in arena:
-        piece = files.read(each, arena.first[each], arena.first[each] + view.numel()) if view.numel() else view
-        if piece.is_floating_point() and not piece.sum(dtype=torch.float32).isfinite():
-            raise ModelError(f"model.path = {name!r}: the weights cannot be used: {each} holds NaN or infinity")
-        yield each, piece
+def read_pieces(model: PreTrainedModel, arena: ShardedArena, files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
+    """This rank's part of each tensor of the model, one by one, in one dimension and the dtype of the file."""
+    parameters = dict(model.named_parameters())
+    for name, view in arena:
+        piece = files.read(name, arena.first[name], arena.first[name] + view.numel()) if view.numel() else view
+        if name in parameters and not piece.sum(dtype=torch.float32).isfinite():
+            raise ModelError(f"model.path = {model.name_or_path!r}: the weights cannot be used: {name} holds NaN or infinity")
+        yield name, piece
 
 
 @torch.no_grad()

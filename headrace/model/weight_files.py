@@ -18,7 +18,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from headrace.model.arena import held_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -51,13 +51,14 @@ class WeightFiles:
             self._sources.setdefault(name, []).append((key, files[key], pattern))
         self.used = [each for each in transforms if each.was_used()]
         """What transformers reverts when it saves the model."""
-        found = {name: each[0] for name, each in self._sources.items()}
-        held = dict(held_tensors(model))
-        self.has_all = all(
-            name in found and (found[name][2] is not None or shapes[found[name][0]] == tensor.shape)
-            for name, tensor in held.items()
-        )
-        """Whether `read` has every tensor of the model."""
+        self.has_all = all(self._has(name, tensor, shapes) for name, tensor in held_tensors(model))
+        """Whether `read` can read every tensor of the model."""
+
+    def _has(self, name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        found = [(shapes[key], pattern) for key, _, pattern in self._sources.get(name, ())]
+        if not found or found[0][1] is None:
+            return bool(found) and found[0][0] == tensor.shape
+        return sum(math.prod(shape) for shape, _ in found) == tensor.numel()
 
     def read(self, name: str, first: int, stop: int) -> Tensor:
         """Elements of a tensor, in one dimension and the dtype of the file."""

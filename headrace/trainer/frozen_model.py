@@ -43,7 +43,7 @@ class FrozenModel:
         self.head = Head(self.model, exact=exact)
         if files is not None:
             assert self.sharding is not None
-            for name, piece in read_pieces(files, self.sharding.arena, name=str(model.name_or_path)):
+            for name, piece in read_pieces(model, self.sharding.arena, files):
                 self.arena.views[name].copy_(piece)
             self.sharding.probe(self.model, exact=exact)
         narrow = {dtype: flat for dtype, flat in self.arena.flat.items() if dtype.is_floating_point and dtype.itemsize < 4}

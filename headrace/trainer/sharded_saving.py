@@ -121,7 +121,7 @@ def load(
 def read_weights(model: PreTrainedModel, optimizer: FlatOptimizer, arena: ShardedArena, files: WeightFiles | Path) -> None:
     """Set what this rank has of the weights, from files that can be read by ranges or a folder that only transformers can."""
     if isinstance(files, WeightFiles):
-        pieces = read_pieces(files, arena, name=str(model.name_or_path))
+        pieces = read_pieces(model, arena, files)
     else:
         pieces = ((name, arena.piece(name, tensor)) for name, tensor in load_whole(model, files).items())
     for name, piece in pieces:
