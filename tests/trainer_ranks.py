@@ -4,10 +4,14 @@ same cases and leaves what it found in a folder."""
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +20,13 @@ import numpy as np
 import pytest
 import torch
 from families import make
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from siblings import mixed
 
 from headrace.algorithms.columns import REFERENCE, RETURNS, VALUES
 from headrace.lora import LoraSettings, add_adapter, has_bitsandbytes, hold_in_four_bits, round_weights
-from headrace.model import ShardedWeights
+from headrace.model import ShardedWeights, WeightFiles, load_model, weight_files
 from headrace.model.load import prepare
 from headrace.model.tiny import build_tokenizer
 from headrace.records import Batch
@@ -35,6 +40,9 @@ from headrace.trainer import (
     sharded_saving,
 )
 
+_PHASE_SECONDS = {"cpu": 280.0, "cuda": 120.0}
+"""A rank that is in one phase for so long prints where, and ends. On a GPU its collectives give up shortly before."""
+_AFTER_FAILURE = 5.0
 FAMILY = {"experts": "qwen3_moe", "tied": "qwen3", "latent": "deepseek_v3"}
 DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 GROUPS = (ParameterSettings(match="*.layers.0.*", freeze=True), ParameterSettings(match="*.mlp.*", weight_decay=0.1))
@@ -84,13 +92,18 @@ def make_batch(case: str) -> Batch:
 
 
 def make_trainer(case: str, ranks: Ranks | None, device: str = "cpu") -> DeviceTrainer:
-    def model() -> Any:
+    def model(lora: LoraSettings | None = None) -> Any:
         made = make(FAMILY.get(case, "llama"), **({"tie_word_embeddings": True} if case == "tied" else {}))
-        return prepare(made if ranks is not None else made.to(device), name=case)
+        if ranks is not None and ranks.shard > 1 and case != "four bits":  # each reads its share of the files
+            made.save_pretrained(saved.name, max_shard_size="100KB" if case == "plain" else "1GB")
+            return load_model(saved.name, lora=lora, seed=3, in_parts=True)
+        prepare(made if ranks is not None else made.to(device), name=case)
+        if lora is not None:
+            add_adapter(made, lora, seed=3)
+        return made
 
-    learner, frozen = model(), {}
-    if case == "lora":
-        add_adapter(learner, LoraSettings(rank=4), seed=3)
+    saved = tempfile.TemporaryDirectory()
+    learner, frozen = model(LoraSettings(rank=4) if case == "lora" else None), {}
     if case == "four bits":
         lora = LoraSettings(rank=4, quantize="nf4")
         round_weights(learner, lora, device="cpu")
@@ -100,7 +113,54 @@ def make_trainer(case: str, ranks: Ranks | None, device: str = "cpu") -> DeviceT
         frozen = {REFERENCE: FrozenModel(model(), offload=True, ranks=ranks)}
     settings = TrainSettings(**{"micro_batch_tokens": 64, "eps": 1e-2, **CASES[case]})
     dtype = DTYPE.get(case, torch.float32)
-    return DeviceTrainer(learner, tokenizer=build_tokenizer(), settings=settings, dtype=dtype, frozen=frozen, ranks=ranks)
+    with saved:
+        return DeviceTrainer(learner, tokenizer=build_tokenizer(), settings=settings, dtype=dtype, frozen=frozen, ranks=ranks)
+
+
+class CountedFile:
+    """A safetensors file that counts the bytes that are read of it."""
+
+    num_bytes = 0
+
+    def __init__(self, path: str, framework: str) -> None:
+        self._file = safe_open(path, framework)
+
+    def __enter__(self) -> CountedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.__exit__(None, None, None)
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        return self.counted(self._file.get_tensor(key))
+
+    def get_slice(self, key: str) -> Any:
+        rows = self._file.get_slice(key)
+        read = type("Rows", (), {"get_shape": lambda _: rows.get_shape(), "__getitem__": lambda _, at: self.counted(rows[at])})
+        return read()
+
+    @staticmethod
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        CountedFile.num_bytes += tensor.nbytes
+        return tensor
+
+
+def make_counted(case: str, ranks: Ranks | None, device: str) -> tuple[DeviceTrainer, list[int]]:
+    """A trainer, and the bytes that were read for each tensor of its model, or its models."""
+    found: list[int] = []
+    read = WeightFiles.read
+
+    def counted(self: WeightFiles, *given: Any) -> torch.Tensor:
+        before = CountedFile.num_bytes
+        tensor = read(self, *given)
+        found.append(CountedFile.num_bytes - before)
+        return tensor
+
+    with patch.object(weight_files, "safe_open", CountedFile), patch.object(WeightFiles, "read", counted):
+        return make_trainer(case, ranks, device), found
 
 
 def pieces(trainer: DeviceTrainer) -> dict[str, tuple[int, torch.Tensor]]:
@@ -116,18 +176,33 @@ def weights(trainer: DeviceTrainer) -> dict[str, tuple[int, torch.Tensor]]:
     return {name: (0, tensor.flatten().cpu()) for name, tensor in given}
 
 
+def begin(phase: str, case: str, ranks: Ranks | None, device: str) -> None:
+    """A rank says what it does next; another than the last must begin in time."""
+    if ranks is None:
+        return
+    if device == "cuda":
+        torch.cuda.synchronize()  # or a collective that hangs would be found in a later phase
+    faulthandler.dump_traceback_later(_PHASE_SECONDS[device], exit=True)
+    print(f"{time.strftime('%X')} rank {ranks.rank}: {case}: {phase}", flush=True)
+
+
 def run_case(case: str, ranks: Ranks | None, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """A step, a checkpoint, and a second step of a trainer that has loaded it; and another of one that has loaded that of one
     rank, if there is such a folder."""
-    trainer, batch = make_trainer(case, ranks, device), make_batch(case)
-    found: dict[str, Any] = {"first": trainer.forward_backward(batch)}
+    begin("make", case, ranks, device)
+    (trainer, read), batch = make_counted(case, ranks, device), make_batch(case)
+    begin("forward_backward", case, ranks, device)
+    found: dict[str, Any] = {"first": trainer.forward_backward(batch), "read": read}
     if ranks is None or ranks.replicate == 1:  # else they are added up in the step
         found["gradient"] = pieces(trainer) if case not in ("lora", "four bits", "values") else {}
         found["gradient"] = {name: (start, each.to("cpu", copy=True)) for name, (start, each) in found["gradient"].items()}
+    begin("optim_step", case, ranks, device)
     found["stepped"] = trainer.optim_step(1e-3)
     if CASES[case].get("reference_every"):
         trainer.mix_reference(0.5)
+    begin("forward", case, ranks, device)
     found["forward"] = trainer.forward(batch)
+    begin("save", case, ranks, device)
     saved = folder / f"saved-{case}-{1 if ranks is None else ranks.count}"
     saved.mkdir(exist_ok=True)
     if case == "full disk" and ranks is not None:
@@ -160,8 +235,10 @@ def check_full_disk(trainer: DeviceTrainer, ranks: Ranks, folder: Path) -> None:
 
 def resume(case: str, ranks: Ranks | None, saved: Path, device: str = "cpu") -> dict[str, Any]:
     """A step of a trainer that goes on from a checkpoint."""
+    begin(f"resume from {saved.name}", case, ranks, device)
     trainer = make_trainer(case, ranks, device)
     trainer.load(saved)
+    begin(f"step from {saved.name}", case, ranks, device)
     found: dict[str, Any] = {"second": trainer.forward_backward(make_batch(case))}
     trainer.optim_step(1e-3)
     return {**found, "weights": weights(trainer)}
@@ -177,16 +254,21 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(_PHASE_SECONDS[given.device], exit=True)
+    print(f"rank {given.rank}: join", flush=True)
     settings = ParallelSettings(replicate=given.replicate, shard=given.shard)
     ranks = Ranks.join(settings, rank=given.rank, address=f"file://{given.folder}/rendezvous", device=given.device, timeout=100)
     for case in given.cases:
         write(run_case(case, ranks, given.folder, given.device), given.folder / f"{case}-{given.rank}")
-        print(f"rank {given.rank} did {case}", flush=True)
+    begin("leave", "all cases", ranks, given.device)
+    ranks.exchange({})  # one that leaves ends the collectives that others are still in
     ranks.close()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    tensors, plain = {}, {"passes": found["passes"], "files": found["files"]}
+    tensors, plain = {}, {"passes": found["passes"], "files": found["files"], "read": found["read"]}
     for what in ("gradient", "weights", "resumed"):
         tensors |= {f"{what}/{start}/{name}": each.contiguous() for name, (start, each) in found.get(what, {}).items()}
     tensors |= {f"forward/{place}": torch.from_numpy(each.copy()) for place, each in enumerate(found["forward"])}
@@ -213,12 +295,16 @@ def run_ranks(folder: Path, *, replicate: int, shard: int, cases: list[str], dev
         )
         for rank, log in enumerate(logs)
     ]
+    end, codes = time.monotonic() + seconds, list[int | None]()
     try:
-        codes = [process.wait(seconds) for process in running]
+        while None in (codes := [each.poll() for each in running]) and time.monotonic() < end:
+            end = min(end, time.monotonic() + _AFTER_FAILURE) if any(codes) else end
+            time.sleep(0.05)
     finally:
         for process in running:
-            process.kill()
-    assert not any(codes), "\n".join(Path(log.name).read_text() for log in logs)
+            process.send_signal(signal.SIGABRT)  # it says where it was
+            process.wait()
+    assert codes == [0] * len(codes), "\n".join([f"exit codes {codes}", *(Path(log.name).read_text() for log in logs)])
 
 
 if __name__ == "__main__":

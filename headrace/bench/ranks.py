@@ -1,4 +1,5 @@
-"""`headrace bench ranks`: two trainer ranks on two cores against one rank on one, and how evenly a long tail is spread.
+"""`headrace bench ranks`: two trainer ranks on two cores against one rank on one, how evenly a long tail is spread, and memory
+(`ranks_memory`).
 
 Every process is pinned to one core and computes with one thread. Two cores often share more than they seem to (memory, a clock,
 sometimes one real core), so that two trainers that know nothing of each other, run at once, are the bound for two ranks. FSDP2
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.bench.child import Child, PeerFailed
 from headrace.bench.harness import Row, run_parts, take_turns
 from headrace.bench.loads import MEDIUM, lognormal_lengths, make_rollouts, model_shape, write_random_model
+from headrace.bench.ranks_memory import memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,10 +31,14 @@ LARGE = model_shape("qwen3", 4096, 512, 1536, 6, 8, 4, 64, 2048)
 """With more to gather per token than `MEDIUM`."""
 
 
-def run(*, quick: bool, json_file: Path | None) -> int:
+def run(*, only: str | None = None, quick: bool, json_file: Path | None) -> int:
     """`--quick` takes a smaller model and one turn."""
-    parts = {"balance": lambda: balance(quick=quick), "cores": lambda: cores(quick=quick)}
-    return run_parts("ranks", parts, quick=quick, json_file=json_file)
+    parts = {
+        "balance": lambda: balance(quick=quick),
+        "memory": lambda: memory(quick=quick),
+        "cores": lambda: cores(quick=quick),
+    }
+    return run_parts("ranks", parts, quick=quick, json_file=json_file, only=only)
 
 
 def balance(*, quick: bool) -> Iterator[list[Row]]:
@@ -140,7 +146,7 @@ def train(settings: dict[str, Any], orders: Iterator[Any]) -> Iterator[dict[str,
     ranks = None
     if parallel.is_on:
         ranks = Ranks.join(parallel, rank=settings["rank"], address=f"file://{settings['meeting']}", timeout=_START)
-    model = load_model(settings["model"])
+    model = load_model(settings["model"], in_parts=parallel.shard > 1)
     options = TrainSettings(micro_batch_tokens=settings["budget"], parallel=parallel)
     trainer = DeviceTrainer(model, tokenizer=load_tokenizer(settings["model"]), settings=options, ranks=ranks)
     rollouts = make_rollouts(settings["lengths"], prompt_tokens=_PROMPT, vocabulary=int(model.config.vocab_size))

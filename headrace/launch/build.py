@@ -24,6 +24,7 @@ from headrace.engine import engine_kind
 from headrace.envs import ProcessEnvironment, PromptEncoder, ToolEnvironment, make_environment
 from headrace.errors import SyncError
 from headrace.imports import import_name
+from headrace.launch.forecast import check_sft_memory
 from headrace.launch.inputs import (
     UserInputs,
     check_inputs,
@@ -117,6 +118,7 @@ def check_settings(recipe: Recipe, given: UserInputs) -> None:
     check_columns(recipe, given)
     check_optimizer(recipe, given)
     check_quantization(recipe)
+    check_sft_memory(recipe)
 
 
 def check_sync(recipe: Recipe) -> None:
@@ -196,14 +198,15 @@ def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
 
 def build_trainer(recipe: Recipe, model_path: str, *, device: str, ranks: Ranks | None = None) -> DeviceTrainer:
     """A trainer and its frozen models: the KL reference (by default the model RL starts from) and the distillation teacher. One
-    of several `ranks` loads them on the host and moves its share to its device."""
+    of several `ranks` loads them on the host and moves its share to its device, or reads its share alone."""
     train = recipe.train
     device, more = (device, dict[str, Any]()) if ranks is None else ("cpu", {"ranks": ranks})
+    in_parts = train.parallel.shard > 1 and ranks is not None
     start = "" if recipe.lora.is_on else model_path  # the policy with its adapter off is the reference
     frozen_paths = {REFERENCE: (train.reference or start) if train.kl else "", TEACHER: train.teacher}
     frozen = {
         column: FrozenModel(
-            load_model(path, dtype=recipe.model.dtype, device=device, exact=recipe.exact),
+            load_model(path, dtype=recipe.model.dtype, device=device, exact=recipe.exact, in_parts=in_parts),
             exact=recipe.exact,
             offload="reference" in train.offload,
             keep_digits=column == REFERENCE and train.reference_mix < 1,
@@ -215,7 +218,8 @@ def build_trainer(recipe: Recipe, model_path: str, *, device: str, ranks: Ranks 
     dtype = recipe.model.dtype if recipe.lora.is_on else "float32"  # what is not trained needs no more digits
     is_quantized = recipe.lora.is_quantized
     loads_on = "cpu" if is_quantized else device  # where the weights fit before they are in 4 bits
-    model = load_model(model_path, dtype=dtype, device=loads_on, exact=recipe.exact, lora=recipe.lora, seed=recipe.seed)
+    how: dict[str, Any] = {"lora": recipe.lora, "seed": recipe.seed, "in_parts": in_parts}
+    model = load_model(model_path, dtype=dtype, device=loads_on, exact=recipe.exact, **how)
     if is_quantized:
         hold_in_four_bits(model, recipe.lora, device=device)
     trainer = DeviceTrainer(

@@ -27,7 +27,7 @@ from headrace.model import (
 from headrace.settings import ConfigError
 from headrace.staleness import max_untrained_groups
 from headrace.sync import transport_class
-from headrace.trainer import TrainerMemory, match_parameters, predict_memory
+from headrace.trainer import ParallelSettings, TrainerMemory, match_parameters, predict_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -177,11 +177,34 @@ def _adapter_of(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     return adapter_shapes(recipe.model, recipe.lora) if recipe.lora.is_on else {}
 
 
+def check_sft_memory(recipe: Recipe) -> None:
+    """Raise if SFT cannot fit its GPU: it trains all weights in one process, before the ranks start."""
+    if not (recipe.sft.is_on and recipe.train.parallel.is_on and choose_device(recipe) == "cuda"):
+        return
+    needed = predict_memory(
+        ModelShape.of(_config_of(recipe)),
+        dataclasses.replace(recipe.train, parallel=ParallelSettings()),
+        dtype=recipe.model.dtype,
+        tokens=recipe.train.micro_batch_tokens,
+        num_parameters=sum(map(math.prod, parameter_shapes(recipe.model).values())),
+    ).total
+    total = torch.cuda.mem_get_info()[1]
+    if needed > total:
+        raise ConfigError(
+            f"sft: it trains all weights on one GPU, whatever train.parallel says: it needs {needed / 1e9:,.1f} GB, predicted, "
+            f"and the GPU has {total / 1e9:,.1f}; leave [sft] out, and set model.path to a model that is fine-tuned already"
+        )
+
+
+def _config_of(recipe: Recipe) -> Any:  # noqa: ANN401  (transformers' configs share no typed surface)
+    is_tiny = recipe.model.path == tiny.NAME
+    return tiny.build_config(recipe.model, tiny.build_tokenizer()) if is_tiny else load_config(recipe.model.path)
+
+
 def describe_ranks(recipe: Recipe) -> str:
     """The predicted memory of each of a trainer's ranks, from the model's config alone, for the device the recipe names."""
-    is_tiny = recipe.model.path == tiny.NAME
     try:
-        config = tiny.build_config(recipe.model, tiny.build_tokenizer()) if is_tiny else load_config(recipe.model.path)
+        config = _config_of(recipe)
     except ModelError as error:
         return f"memory     of the trainer's ranks is not predicted: {error}"
     shape, parallel = ModelShape.of(config), recipe.train.parallel

@@ -81,7 +81,9 @@ class Adapter(nn.Module):
                 values = {each: torch.zeros(shape) for each, shape in self.shapes({name: target}, settings).items()}
                 bound = 1 / math.sqrt(target.in_features)  # PEFT's: kaiming_uniform_(a=√5)
                 values[f"{name}.lora_A.weight"].uniform_(-bound, bound, generator=draws)
-                values = {each: value.to(target.weight.device, target.weight.dtype) for each, value in values.items()}
+                weight = target.weight  # may wait in its file, on no device yet
+                values = {each: value.to(weight.dtype) for each, value in values.items()}
+                values = values if weight.is_meta else {each: value.to(weight.device) for each, value in values.items()}
             for path, value in values.items():
                 parent, _, last = path.rpartition(".")
                 _nested(self, parent).register_parameter(last, nn.Parameter(value))

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
         narrow,
         parameter_shapes,
         prepare,
+        probe,
         put_before,
         quantized_sizes,
+        read_pieces,
         served_dtype,
         set_template,
     )
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from headrace.model.sharded_arena import ShardedArena
     from headrace.model.sharded_weights import ShardedWeights
     from headrace.model.tiny import build_config, build_folder, build_tokenizer
+    from headrace.model.weight_files import WeightFiles, flat_range, leave_meta, take_files
     from headrace.model.weights import (
         Inspector,
         StagedWeights,

@@ -18,10 +18,11 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_NAME, logging as transformers_logging
 
-from headrace.lora import Adapter, add_adapter, base_of, find_quantized, find_targets, read_settings, read_tensors
+from headrace.lora import Adapter, adapter_of, add_adapter, base_of, find_quantized, find_targets, read_settings, read_tensors
 from headrace.model import attention, experts, tiny
 from headrace.model.arena import held_tensors
 from headrace.model.head import Head
+from headrace.model.weight_files import WeightFiles, find_paths, parameters_on_meta, put_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from headrace.lora import LoraSettings
     from headrace.model.settings import ModelSettings
+    from headrace.model.sharded_arena import ShardedArena
 
 _WIDE = "headrace_wide_residual"
 _ROUTER = re.compile(r"Top[kK]Router$")
@@ -163,15 +165,21 @@ def load_model(
     exact: bool = False,
     lora: LoraSettings | None = None,
     seed: int = 0,
+    in_parts: bool = False,
 ) -> PreTrainedModel:
     """A causal language model ready for `attention_context=`, checked that we serve it exactly. If the folder holds an adapter,
-    the model it belongs to, with it; otherwise with a new one if `lora` asks for it, made from `seed`."""
+    the model it belongs to, with it; otherwise with a new one if `lora` asks for it, made from `seed`. `in_parts`: its weights
+    may be left in their files (`take_files`); who reads them then calls `probe`."""
     folder, path = path, base_of(path) or path
-    model = load_plain(path, dtype=dtype)
-    prepare(model, name=path, exact=exact)
-    model = cast("PreTrainedModel", cast("nn.Module", model).to(device))  # transformers wraps `to` and loses its types
+    found = lora if folder == path else read_settings(folder)
+    needs_weights = any(each.is_quantized or each.whole for each in (lora, found) if each is not None)
+    model = _load_without_weights(path, dtype=dtype) if in_parts and not needs_weights else None
+    is_whole = model is None
+    model = prepare(model or load_plain(path, dtype=dtype), name=path, exact=exact)
+    if is_whole:
+        model = cast("PreTrainedModel", cast("nn.Module", model).to(device))  # transformers wraps `to` and loses its types
     if folder != path:
-        found = read_settings(folder)
+        assert found is not None
         if lora is not None and lora.is_on and lora.to_plain() != found.to_plain():
             raise ModelError(
                 f"model.path = {folder!r}: its adapter has {found.to_plain()}, and [lora] {lora.to_plain()}; set these"
@@ -182,26 +190,74 @@ def load_model(
     return model
 
 
+def _load_without_weights(path: str, *, dtype: str) -> PreTrainedModel | None:
+    """A model whose parameters are on the meta device and wait in its files. None if only transformers can read those."""
+    config = load_config(path)
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    with _explained(path, "model"):
+        with parameters_on_meta():
+            model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)))
+        files = WeightFiles(model, find_paths(path))
+    if not files.has_all:
+        return None
+    model.generation_config = load_generation(path)
+    model._weight_conversions = files.used
+    put_files(model, files)
+    return model
+
+
+def read_pieces(model: PreTrainedModel, arena: ShardedArena, files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
+    """This rank's part of each tensor of the model, one by one, in one dimension and the dtype of the file."""
+    parameters = dict(model.named_parameters())
+    for name, view in arena:
+        piece = files.read(name, arena.first[name], arena.first[name] + view.numel()) if view.numel() else view
+        if name in parameters and not piece.sum(dtype=torch.float32).isfinite():
+            raise ModelError(f"model.path = {model.name_or_path!r}: the weights cannot be used: {name} holds NaN or infinity")
+        yield name, piece
+
+
 @torch.no_grad()
 def prepare(model: PreTrainedModel, *, name: str, exact: bool = False) -> PreTrainedModel:
-    """Install our attention, and probe that every layer uses it and that our logprobs equal the model's own."""
+    """Install our attention, and `probe` the model unless its weights have not been read yet."""
     attention.register()
     experts.register()
     check_config(model.config, name)
     model.eval()
     _widen_residual(model)
-    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
-    vocabulary = cast("Tensor", model.get_input_embeddings().weight).shape[0]
-    tokens = torch.randint(vocabulary, (_PROBED,), generator=generator).to(device)
-    model.set_attn_implementation("eager")
-    with _precision(model, device):
-        own = torch.log_softmax(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float(), dim=-1)
+    if next(model.parameters()).is_meta:
+        _use_ours(model, exact=exact)
+    else:
+        probe(model, name=name, exact=exact)
+    return model
+
+
+def _use_ours(model: PreTrainedModel, *, exact: bool) -> None:
     model.set_attn_implementation(attention.NAME)
     if model._can_set_experts_implementation():
         # If exact, one product per token and expert: a token's bits must not depend on how many others chose its expert.
         model.set_experts_implementation("batched_mm" if exact else experts.NAME)
-    _probe(model, f"model {name!r} ({model.config.model_type}) cannot be served", tokens, own)
-    return model
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel, *, name: str, exact: bool = False) -> None:
+    """Raise unless every layer uses our attention, and our logprobs equal the model's own; without its adapter, if any."""
+    adapter = adapter_of(model)
+    with contextlib.nullcontext() if adapter is None else adapter.off():
+        _probe(model, name=name, exact=exact)
+
+
+def _probe(model: PreTrainedModel, *, name: str, exact: bool) -> None:
+    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
+    vocabulary = cast("Tensor", model.get_input_embeddings().weight).shape[0]
+    tokens = torch.randint(vocabulary, (_PROBED,), generator=generator).to(device)
+    model.set_attn_implementation("eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    with _precision(model, device):
+        own = torch.log_softmax(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float(), dim=-1)
+    _use_ours(model, exact=exact)
+    _compare(model, f"model {name!r} ({model.config.model_type}) cannot be served", tokens, own)
 
 
 def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -329,7 +385,7 @@ class _CountingContext(attention.PackedContext):
         return super().attend(module, query, key, value, spec)
 
 
-def _probe(model: PreTrainedModel, refusal: str, tokens: Tensor, own: Tensor) -> None:
+def _compare(model: PreTrainedModel, refusal: str, tokens: Tensor, own: Tensor) -> None:
     """One forward pass over the tokens twice, as two documents: every layer must use the hook, neither document may see the
     other, and logprobs must equal the model's `own`, [tokens, vocabulary]."""
     count, is_wide = len(tokens), next(model.parameters()).dtype == torch.float32

@@ -64,10 +64,11 @@ class ShardedArena(Arena):
     def split(
         cls, model: nn.Module, units: Sequence[Collection[int]], *, rank: int, count: int, device: torch.device
     ) -> ShardedArena:
-        """Take this rank's slices of a model's tensors, which are freed one by one. `units`: ids of each one's tensors; a
-        tensor that shares its memory with an earlier one goes with that."""
+        """Take this rank's slices of a model's tensors, which are freed one by one; slices of tensors without
+        bytes are left to be filled. `units`: ids of each one's tensors; a tensor that shares its memory with an earlier one
+        goes with that."""
         holders = dict(held_tensors(model))
-        keys = {name: _memory(tensor) if tensor.numel() else name for name, tensor in holders.items()}
+        keys = {name: _memory(tensor) if _has_bytes(tensor) else name for name, tensor in holders.items()}
         whole = _lay_out((name, tensor.dtype, tuple(tensor.shape), keys[name]) for name, tensor in holders.items())
         place_of = {each: place for place, unit in enumerate(units) for each in unit}
         homes: dict[Any, tuple[bool, torch.dtype, int]] = {}
@@ -99,7 +100,8 @@ class ShardedArena(Arena):
             group = Group(laid_out, dtype, not is_frozen, size, start, stop, buffer, None if is_frozen else gradient)
             arena.units[place].append(group)
             for name, view in group.views(buffer).items():
-                arena.views[name].copy_(arena.piece(name, holders[name]))
+                if _has_bytes(holders[name]):
+                    arena.views[name].copy_(arena.piece(name, holders[name]))
                 holders[name].data = view
             if group.gradient is not None:
                 arena._gradient_views |= group.views(group.gradient)
@@ -144,7 +146,7 @@ class ShardedArena(Arena):
     def open_gradient(self, place: int) -> None:
         """Zero the whole gradient of a unit, unless it is in use already."""
         for group in self.units[place]:
-            if group.gradient is not None and not group.gradient.untyped_storage().nbytes():
+            if group.gradient is not None and not _has_bytes(group.gradient):
                 _fill(group.gradient)
                 group.gradient.zero_()
 
@@ -170,10 +172,13 @@ class ShardedArena(Arena):
         return storage != 0 and any(group.whole.untyped_storage().data_ptr() == storage for group in groups)
 
 
+def _has_bytes(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0
+
+
 def _fill(buffer: Tensor) -> None:
-    storage = buffer.untyped_storage()
-    if not storage.nbytes():
-        storage.resize_(buffer.numel() * buffer.element_size())
+    if not _has_bytes(buffer):
+        buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
 
 
 def _release(buffer: Tensor) -> None:

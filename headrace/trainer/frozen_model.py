@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from headrace.model import Arena, Head, adapter_of
+from headrace.model import Arena, Head, adapter_of, read_pieces, take_files
 from headrace.trainer.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -34,13 +34,18 @@ class FrozenModel:
     ) -> None:
         """`keep_digits`: hold narrow weights in float32 too, in the host's memory, because `mix` would lose a small share in
         their rounding. `ranks`: over which the model is sharded; it may then be on the host."""
-        self.model = model.eval().requires_grad_(False)
+        self.model, files = model.eval().requires_grad_(False), take_files(model)
         is_sharded = ranks is not None and ranks.shard > 1
         self.sharding = Sharding(self.model, ranks) if ranks is not None and is_sharded else None
         if ranks is not None and not is_sharded:
             cast("nn.Module", self.model).to(ranks.device)  # transformers wraps `to` and loses its types
         self.arena = self.sharding.arena if self.sharding is not None else Arena.adopt(self.model)
         self.head = Head(self.model, exact=exact)
+        if files is not None:
+            assert self.sharding is not None
+            for name, piece in read_pieces(model, self.sharding.arena, files):
+                self.arena.views[name].copy_(piece)
+            self.sharding.probe(self.model, exact=exact)
         narrow = {dtype: flat for dtype, flat in self.arena.flat.items() if dtype.is_floating_point and dtype.itemsize < 4}
         self._wide = {dtype: flat.to("cpu", torch.float32) for dtype, flat in narrow.items() if keep_digits}
         self._on_host: Arena | None = None

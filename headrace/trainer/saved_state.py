@@ -1,15 +1,16 @@
-"""What a checkpoint holds of weights, optimizer and a reference that changes, read by ranges: in one file, or in slices that
-any number of ranks wrote."""
+"""What a checkpoint holds of the optimizer and of a reference that changes, read by ranges: in one file, or in slices that any
+number of ranks wrote."""
 
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+from headrace.model import flat_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,7 +76,7 @@ class SavedState:
                 rows = file.get_slice(key)
                 shape = rows.get_shape()
                 if len(shape) > 1 and block == 1:  # a whole tensor in its own shape
-                    found.append(_flat_range(rows, shape, first, stop))
+                    found.append(flat_range(rows, shape, first, stop))
                     continue
                 low, high = max(first - start, 0) // block, -(-(stop - start) // block)
                 if low < min(high, shape[0] if shape else 1):
@@ -108,33 +109,3 @@ class SavedState:
         if self._index.get("steps"):
             found |= {f"{name}.step": torch.tensor(self._index["steps"]) for name in optimizer.names}
         return found
-
-
-class SavedWeights:
-    """The tensors of a Hugging Face folder, by ranges."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                self._files |= dict.fromkeys(file.keys(), path)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def read(self, name: str, first: int, stop: int) -> Tensor:
-        """Elements of a tensor, in one dimension."""
-        with safe_open(self._files[name], framework="pt") as file:
-            rows = file.get_slice(name)
-            shape = rows.get_shape()
-            return _flat_range(rows, shape, first, stop) if shape else file.get_tensor(name).reshape(1)[first:stop]
-
-
-def _flat_range(rows: Any, shape: list[int], first: int, stop: int) -> Tensor:  # noqa: ANN401  (safetensors' slice)
-    """Elements of a tensor in a file, reading only the rows they are in."""
-    width = math.prod(shape[1:])
-    if stop <= first or not width:
-        return torch.zeros(0)
-    low, high = first // width, -(-stop // width)
-    part: Tensor = rows[low:high]
-    return part.reshape(-1)[first - low * width : stop - low * width]

@@ -19,8 +19,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from headrace.durable import fingerprint, sync
-from headrace.model import held_tensors
-from headrace.trainer.saved_state import OPTIMIZER, REFERENCE, SavedState, SavedWeights, write_state
+from headrace.model import WeightFiles, held_tensors, read_pieces
+from headrace.trainer.saved_state import OPTIMIZER, REFERENCE, SavedState, write_state
 from headrace.trainer.saving import VALUE_HEAD, load_whole, side_stream
 
 if TYPE_CHECKING:
@@ -108,26 +108,26 @@ def load(
     reference: FrozenModel | None,
 ) -> None:
     """Read what this rank has of weights and state, whatever the number of ranks that wrote them."""
-    saved, state = SavedWeights(folder), SavedState(folder, OPTIMIZER)
-    missing = [name for name in arena.slots if name not in saved]
-    whole = load_whole(model, folder) if missing else {}  # experts may be saved under other names
-
-    def piece(name: str, view: Tensor) -> Tensor:
-        if whole:
-            return arena.piece(name, whole[name])
-        return saved.read(name, arena.first[name], arena.first[name] + view.numel())
-
-    with torch.no_grad():
-        for name, view in arena:
-            tensor = piece(name, view)
-            optimizer.load_weights({name: tensor})
-            if name not in optimizer.names:
-                view.copy_(tensor)
+    files, state = WeightFiles(model, sorted(folder.glob("*.safetensors"))), SavedState(folder, OPTIMIZER)
+    read_weights(model, optimizer, arena, files if files.has_all else folder)
     optimizer.load_weights(state.values(VALUE_HEAD))
     optimizer.load_state(state.of(optimizer, arena.first))
     if reference is not None:
         kept = SavedState(folder, REFERENCE)
         reference.load_state({name: kept.read(name, arena.first[name], view.numel()) for name, view in reference.arena})
+
+
+@torch.no_grad()
+def read_weights(model: PreTrainedModel, optimizer: FlatOptimizer, arena: ShardedArena, files: WeightFiles | Path) -> None:
+    """Set what this rank has of the weights, from files that can be read by ranges or a folder that only transformers can."""
+    if isinstance(files, WeightFiles):
+        pieces = read_pieces(model, arena, files)
+    else:
+        pieces = ((name, arena.piece(name, tensor)) for name, tensor in load_whole(model, files).items())
+    for name, piece in pieces:
+        optimizer.load_weights({name: piece})
+        if name not in optimizer.names:
+            arena.views[name].copy_(piece)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.model import ShardedArena, put_before
+from headrace.model import ShardedArena, leave_meta, probe, put_before
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -30,8 +30,10 @@ class Sharding:
     """Of one model over the ranks of a replica; a context for one pass."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
-        """The model may be on the host; its parts, and buffers, move to the ranks' devices."""
+        """The model may be on the host; its parts, and buffers, move to the ranks' devices. If its weights are still in their
+        files, the arena is left to be filled."""
         self._ranks = ranks
+        leave_meta(model)
         base: Any = model.base_model
         layers = list(getattr(base, "layers", ()))
         if not layers:
@@ -57,6 +59,13 @@ class Sharding:
         self._visited: list[int] = []  # layers of this pass that have a backward pass
         self._open: int | None = None  # the unit whose backward pass is running
         self._reducing: list[tuple[Any, Any, Tensor]] = []
+
+    def probe(self, model: PreTrainedModel, *, exact: bool) -> None:
+        """Check a model whose weights have been read in parts; all ranks at once."""
+        hook = model.get_output_embeddings().register_forward_pre_hook(lambda *_: self.use_head())
+        with self:
+            probe(model, name=str(model.name_or_path), exact=exact)
+        hook.remove()
 
     def __enter__(self) -> None:
         self._start(_OUTER)

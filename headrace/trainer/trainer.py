@@ -48,6 +48,7 @@ from headrace.model import (
     plan_passes,
     plan_rank_passes,
     replaying,
+    take_files,
 )
 from headrace.observe import peak_memory
 from headrace.settings import ConfigError
@@ -101,7 +102,7 @@ class DeviceTrainer:
     ) -> None:
         """`frozen`: models by the column of their logprobs. If the model has an adapter, that alone is trained, and without it
         the model is the reference, unless another is given. `ranks`: the group this process has joined; the model may then be
-        on the host, and only this rank's part of it moves to its device."""
+        on the host, and only this rank's part of it moves to its device; or in its files, and only that part is read."""
         self.model = model.eval()  # no dropout, as in the engine; gradients still flow
         self.num_passes = 0
         self._tokenizer, self._settings, self._exact = tokenizer, settings, exact
@@ -113,7 +114,8 @@ class DeviceTrainer:
             self._frozen.setdefault(REFERENCE, WithoutAdapter(model, exact=exact))
         learner: nn.Module = model if adapter is None else adapter
         digits: dict[str, Tensor] = {}
-        if _loses_digits(learner, dtype):  # on the host until the masters exist, so that the GPU does not hold them twice
+        files = take_files(model)
+        if _loses_digits(learner, dtype):  # on the host until the masters exist: a GPU would hold them twice
             digits = {name: tensor.to("cpu") for name, tensor in named_tensors(learner)}
         if dtype != torch.float32:
             narrow(model, dtype)
@@ -148,6 +150,10 @@ class DeviceTrainer:
         )
         if digits:
             self.optimizer.load_weights({name: self._piece(name, tensor) for name, tensor in digits.items()})
+        if files is not None:
+            assert self._sharding is not None
+            sharded_saving.read_weights(model, self.optimizer, self._sharding.arena, files)
+            self._sharding.probe(model, exact=exact)
         if settings.recompute == "layers":
             layers.recompute(model)
         if self._device.type == "cuda" and not exact and dtype != torch.float32 and can_group_experts(model):
@@ -441,4 +447,6 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
 
 
 def _loses_digits(model: nn.Module, dtype: torch.dtype) -> bool:
-    return dtype != torch.float32 and any(p.dtype == torch.float32 and p.ndim >= 2 for p in model.parameters())
+    return dtype != torch.float32 and any(
+        p.dtype == torch.float32 and p.ndim >= 2 and not p.is_meta for p in model.parameters()
+    )

@@ -56,6 +56,7 @@ def test_ranks(tmp_path) -> None:
     rows = run_bench(tmp_path, "ranks")
     assert rows["8 ranks, long tail: spread of predicted time"]["value"] < 0.05
     assert 0 < rows["sharded ÷ two trainers at once"]["value"] < 1.5
+    assert all(0.8 < rows[f"float32, {ranks}: predicted ÷ real"]["value"] < 1.25 for ranks in ("1 rank", "2 ranks"))
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from headrace.envs import PromptEncoder
 from headrace.launch import sft
 from headrace.launch.build import build_trainer
 from headrace.launch.examples import encode_examples
+from headrace.launch.forecast import check_sft_memory
 from headrace.launch.inputs import UserInputs, check_inputs
 from headrace.model import load_tokenizer
 from headrace.settings import ConfigError
@@ -176,3 +177,15 @@ def test_the_engine_has_a_cache_for_the_tasks_that_are_checked(tmp_path, monkeyp
     with pytest.raises(Built) as built:
         asyncio.run(sft.run_sft(make_recipe(settings), tiny_model, given, tmp_path, say=print))
     assert built.value.args == (blocks_for(512, tokens=42, block_size=16),)
+
+
+def test_a_model_that_only_fits_in_shards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFT runs in one process, whatever `[train.parallel]` says."""
+    monkeypatch.setattr("headrace.launch.forecast.choose_device", lambda recipe: "cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**6, 10**6))
+    plain: dict = {"sft": {"steps": 5}, "model": {"dtype": "bfloat16"}}
+    check_sft_memory(make_recipe(plain))
+    with pytest.raises(ConfigError, match=r"sft: .* on one GPU, whatever train.parallel says: .* has 0\.0; leave \[sft\] out"):
+        check_sft_memory(make_recipe({**plain, "train": {"parallel": {"shard": 2}}}))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
+    check_sft_memory(make_recipe({**plain, "train": {"parallel": {"shard": 2}}}))

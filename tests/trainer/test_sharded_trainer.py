@@ -103,6 +103,17 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(two: Path, alone: dict[str,
     assert float(difference.mean()) < (1e-4 if case in ("bfloat16", "float16") else 2e-6)
 
 
+def test_a_rank_reads_its_share_of_the_files(two: Path, alone: dict[str, Found]) -> None:
+    for case in ("plain", "tied", "lora", "bfloat16", "experts"):
+        of = case if case in ("tied", "experts") else "plain"  # the same model, all of it trained in float32
+        sizes = [each.nbytes for _, each in alone[of]["weights"].values()]
+        reads = [read(two / f"{case}-{rank}")[1]["read"] for rank in range(2)]
+        assert max(max(each) for each in reads) <= max(sizes)
+        if case != "experts":  # whose tensors are made of many in files
+            rows = 2 * 4 * 96 * len(sizes)  # the first and the last of a range are read whole
+            assert all(sum(sizes) / 2 - rows <= sum(each) <= sum(sizes) / 2 + rows for each in reads), case
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("replicate", "shard"), [(2, 1), (2, 2), (1, 4)])
 def test_other_layouts_give_it_too(folder: Path, alone: dict[str, Found], replicate: int, shard: int, tmp_path: Path) -> None:
