@@ -312,7 +312,8 @@ def test_a_server_is_started_for_the_way_its_weights_come_and_leaves_the_trainer
     assert "--disable-uvicorn-access-log" in words, "its log does not grow with every call"
     assert [word for word in words if "gpu-memory-utilization" in word] == ["--gpu-memory-utilization=0.7"]
     together = [{"partial.interrupt": "abort"}, {"partial.interrupt": "drain"}, {"buffer.kind": "synchronous"}]
-    one_by_one = [{}, {"partial.interrupt": "retract"}]
+    by_episode = {"buffer.kind": "synchronous", "buffer.unit": "episode", "train.advantage": "global"}
+    one_by_one = [{}, {"partial.interrupt": "retract"}, by_episode]
     for settings, every in [*((each, "16") for each in together), *((each, None) for each in one_by_one)]:
         recipe = make_recipe({"engine.kind": "vllm", "staleness.max_lag": 1, **settings})
         assert started(recipe).get("--stream-interval") == every

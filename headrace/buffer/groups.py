@@ -9,8 +9,6 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from headrace.buffer.segments import JournalError
 from headrace.observe import Signal
 from headrace.records import Scored
@@ -45,7 +43,8 @@ class Versions(NamedTuple):
         if first < 0:
             return None
         newest = int(versions.max())
-        return cls(first, newest, int(versions[rollout.loss_mask].min(initial=newest)))
+        trained = newest if first == newest else int(versions[rollout.loss_mask].min(initial=newest))
+        return cls(first, newest, trained)
 
     def joined(self, other: Versions | None) -> Versions:
         """Of both together."""
@@ -159,8 +158,12 @@ class SpilledGroup(Group):
 
 def num_sampled(episodes: Iterable[Episode]) -> int:
     """Without the tokens that a fork shares with its parent, which counts them."""
-    rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
-    return sum(int(np.count_nonzero(each.is_sampled[each.parent[1] if each.parent else 0 :])) for each in rollouts)
+    total = 0
+    for rollout in (rollout for episode in episodes for rollout in episode.rollouts):
+        total += rollout.num_sampled  # of the calls, which cover exactly the sampled tokens
+        if rollout.parent is not None:
+            total -= sum(max(0, min(call.stop, rollout.parent[1]) - call.start) for call in rollout.calls)
+    return total
 
 
 class GroupBuffer:

@@ -58,7 +58,7 @@ class Client(Protocol):
     ) -> Rollout:
         """The rollout with one more completion. If a weight update aborts it, the client resumes it until it finishes. It is
         sampled as the run says; `max_tokens`, if not 0, and `stop` may end it sooner. `on_tokens` is told of new tokens as they
-        come, where the environment runs in the launcher."""
+        come."""
 
     def text(self, rollout: Rollout) -> str:
         """The generated text, for display and for rewards; it is never tokenized again."""

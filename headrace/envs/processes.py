@@ -3,6 +3,7 @@
         launcher                                            process (`headrace.launch.environment_child`)
         run(task, client) ──── run: task, names ──────────► the environment's run(task, client)
            generate at the engines ◄── generate: tokens ───  client.generate
+                              ─── sampled: new tokens ─────► its on_tokens, if it has one
                               ─── tokens, logprobs … ──────►
            ◄──────────────────── the episode ──────────────
 
@@ -27,6 +28,7 @@ from headrace.settings import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from headrace.engine import Increment
     from headrace.envs.client import EngineClient
     from headrace.records import Episode, Plain
 
@@ -145,7 +147,7 @@ class _Process:
             self._calls[number][1].cancel()
 
     async def _generate(
-        self, episode: str, rollout: dict[str, Any], max_tokens: int, stop: list[str], number: int
+        self, episode: str, rollout: dict[str, Any], max_tokens: int, stop: list[str], number: int, is_streamed: bool
     ) -> dict[str, Any]:
         (prompt,) = unpack_rollouts(rollout)
         client = self.clients.get(episode)
@@ -153,11 +155,18 @@ class _Process:
             raise LookupError(f"episode {episode!r} does not run here")
         if prompt.id in client.generated and not is_of(prompt, client.generated[prompt.id]):
             raise ValueError(f"rollout {prompt.id!r} has other sampled tokens than the engine's")
-        task = asyncio.current_task()
+        task, peer = asyncio.current_task(), self._started.result()
         assert task is not None
         self._calls[number] = episode, task
+
+        def tell(new: Increment) -> None:
+            reason = None if new.finish_reason is None else new.finish_reason.value
+            with contextlib.suppress(StreamClosed):  # the call is about to fail
+                peer.notify("sampled", [number, new.token_ids, new.logprobs, new.versions, reason])
+
         try:
-            return pack_rollouts([await client.generate(prompt, max_tokens=int(max_tokens), stop=tuple(map(str, stop)))])
+            limits: dict[str, Any] = {"max_tokens": int(max_tokens), "stop": tuple(map(str, stop))}
+            return pack_rollouts([await client.generate(prompt, **limits, on_tokens=tell if is_streamed else None)])
         except asyncio.CancelledError:
             raise RuntimeError("cancelled") from None
         finally:

@@ -16,10 +16,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headrace.engine import Increment
 from headrace.envs import REFUSALS, EnvironmentSettings, EpisodeClient, PromptEncoder, make_environment
 from headrace.helper_process import end_with_launcher
 from headrace.model import ModelSettings, load_tokenizer
-from headrace.records import Episode, Rollout, pack_episodes, pack_rollouts, unpack_rollouts
+from headrace.records import Episode, FinishReason, Rollout, pack_episodes, pack_rollouts, unpack_rollouts
 from headrace.rpc import Peer, RemoteError, StreamClosed, open_socket
 from headrace.settings import build as build_settings
 
@@ -35,12 +36,16 @@ _NUMBERS = itertools.count()  # of generate calls
 @dataclass(eq=False, kw_only=True)
 class _ProcessClient(EpisodeClient):
     peer: Peer
+    streams: dict[int, OnTokens]
+    """By the numbers of their calls; of all clients of the process."""
 
     async def generate(
         self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = (), on_tokens: OnTokens | None = None
     ) -> Rollout:
-        number = next(_NUMBERS)
-        limits: dict[str, Any] = {"max_tokens": max_tokens, "stop": list(stop), "number": number}
+        number, is_streamed = next(_NUMBERS), on_tokens is not None
+        limits: dict[str, Any] = {"max_tokens": max_tokens, "stop": list(stop), "number": number, "is_streamed": is_streamed}
+        if on_tokens is not None:
+            self.streams[number] = on_tokens
         try:
             answer = await self.peer.call("generate", episode=self.episode, rollout=pack_rollouts([rollout]), **limits)
         except asyncio.CancelledError:
@@ -49,6 +54,8 @@ class _ProcessClient(EpisodeClient):
             raise
         except RemoteError as error:
             raise (REFUSALS[error.kind](error.message) if error.kind in REFUSALS else error) from None
+        finally:
+            self.streams.pop(number, None)
         (generated,) = unpack_rollouts(answer)
         return generated
 
@@ -59,6 +66,7 @@ class _Host:
     def __init__(self) -> None:
         self.peer: Peer
         self._running: dict[str, asyncio.Task[Any]] = {}
+        self._streams: dict[int, OnTokens] = {}
         self._encoder: PromptEncoder
         self._environment: Environment
 
@@ -67,7 +75,7 @@ class _Host:
         self._environment = make_environment(build_settings(EnvironmentSettings, build["environment"]))
 
     async def run(self, task: dict[str, Plain], names: dict[str, Any]) -> dict[str, Any]:
-        client = _ProcessClient(encoder=self._encoder, peer=self.peer, **names)
+        client = _ProcessClient(encoder=self._encoder, peer=self.peer, streams=self._streams, **names)
         running = asyncio.ensure_future(self._run(task, client))
         self._running[client.episode] = running
         try:
@@ -91,12 +99,18 @@ class _Host:
         if episode in self._running:
             self._running[episode].cancel()
 
+    def sampled(self, new: list[Any]) -> None:
+        number, token_ids, logprobs, versions, reason = new
+        if number in self._streams:
+            ended = None if reason is None else FinishReason(reason)
+            increment = Increment(tuple(token_ids), tuple(logprobs), tuple(versions), ended)
+            asyncio.get_running_loop().call_soon(self._streams[number], increment)  # it may raise
+
 
 async def _serve(connection: socket.socket) -> None:
     host = _Host()
-    host.peer = Peer(
-        await open_socket(connection), calls={"start": host.start, "run": host.run}, notices={"cancel": host.cancel}
-    )
+    calls, notices = {"start": host.start, "run": host.run}, {"cancel": host.cancel, "sampled": host.sampled}
+    host.peer = Peer(await open_socket(connection), calls=calls, notices=notices)
     with contextlib.suppress(StreamClosed):  # the launcher is done
         await host.peer.run()
 

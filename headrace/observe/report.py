@@ -16,8 +16,8 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
     seconds, tokens, lag = summary["seconds"], summary["tokens"], summary["lag"]
     by = f" by {summary['stopped_by']}" if summary["status"] == "stopped" else ""
     lines = ["", f"{summary['status']}{by}   version {summary['version']} of {summary['steps']}"]
-    if summary["held_out"]["after"]:
-        lines += _held_out_lines(**summary["held_out"])
+    if summary["held_out"]["before"]:
+        lines += _held_out_lines(**summary["held_out"], newest=summary["version"])
     elif summary["reward_first"] is not None:
         lines += [f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} (no held-out tasks are given)"]
     lines += [
@@ -53,17 +53,23 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
     return "\n".join(lines)
 
 
-def _held_out_lines(before: dict[str, float], after: dict[str, float], temperature: float) -> list[str]:
-    def change(name: str) -> str:
-        return " -> ".join(f"{found[name]:.1%}" if name in found else "not judged" for found in (before, after))
+def _held_out_lines(
+    before: dict[str, float], after: dict[str, float], version: int, temperature: float, *, newest: int
+) -> list[str]:
+    """A run that was stopped may have trained versions which it has not evaluated."""
+    evaluated = [before, after] if version else [before]
 
+    def change(name: str) -> str:
+        return " -> ".join(f"{found[name]:.1%}" if name in found else "not judged" for found in evaluated)
+
+    of = f", {f'version {version}' if version else 'before RL'}: no later one was evaluated" if version < max(newest, 1) else ""
     lines = []
-    for success in dict.fromkeys(["success", *(name for name in after if name.startswith("success/"))]):
+    for success in dict.fromkeys(["success", *(name for name in evaluated[-1] if name.startswith("success/"))]):
         source = success.partition("/")[2]
         title = f"           {source}:" if source else "held-out  "
         greedy = success.replace("success", "greedy", 1)
         others = [f", greedy {change(greedy)}"] if greedy in {**before, **after} else []
-        lines.append(f"{title} {change(success)} solved at temperature {temperature:g}{''.join(others)}")
+        lines.append(f"{title} {change(success)} solved at temperature {temperature:g}{''.join(others)}{of}")
     return lines
 
 

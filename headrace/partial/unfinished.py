@@ -29,8 +29,9 @@ def engines_take_turns(recipe: Recipe) -> bool:
 
 
 def continues_over_updates(recipe: Recipe) -> bool:
-    """Whether one generate call may sample with old and new weights."""
-    is_idle = buffer_policy(recipe).takes_turns and not pauses_unfinished(recipe)
+    """Whether one generate call may sample with old and new weights. A synchronous run has none in flight when it updates, but
+    one that buffers single episodes may: a lost one is replaced by a whole group."""
+    is_idle = buffer_policy(recipe).takes_turns and not pauses_unfinished(recipe) and not recipe.buffer.is_by_episode
     return recipe.partial.pausing in (Interrupt.KEEP, Interrupt.RETRACT) and not is_idle
 
 

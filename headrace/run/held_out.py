@@ -120,12 +120,13 @@ class HeldOutEvaluations:
         evaluation = await Evaluator(self._recipe, session.roles, limit=limit).run(session.held_out)
         session.policy.ledger.evaluation += evaluation.count
         session.samples = evaluation.episodes[:3]
-        found = progress.held_out_after = evaluation.metrics
+        found = evaluation.metrics
         if progress.evaluating == version:  # otherwise the last one is due meanwhile
             progress.evaluating = None
         if version == 0:
             progress.held_out_before = found
         else:
+            progress.held_out_after, progress.held_out_version = found, version
             session.observer.held_out(version, found)
         when = f"version {version}" if version else "before RL"
         say(f"held-out   {held_out_line(found, temperature=self._recipe.evaluate.sampling.temperature)}, {when}")

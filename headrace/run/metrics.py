@@ -33,7 +33,9 @@ class Progress:
     held_out_before: dict[str, float] | None = None
     """Held-out metrics before RL; None until measured."""
     held_out_after: dict[str, float] = field(default_factory=dict)
-    """Held-out metrics of the last evaluation."""
+    """Held-out metrics of the newest version evaluated since."""
+    held_out_version: int = 0
+    """That version; 0 if there is none yet."""
     evaluating: int | None = None
     """The version of an evaluation that is due or running; a resumed run makes it again."""
     seconds_evaluating: float = 0.0

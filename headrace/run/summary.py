@@ -30,7 +30,12 @@ def summarize(session: Session, status: str, *, seconds: dict[str, float]) -> di
         "success_after": after.get("success"),
         "greedy_before": before.get("greedy"),
         "greedy_after": after.get("greedy"),
-        "held_out": {"before": before, "after": after, "temperature": session.recipe.evaluate.sampling.temperature},
+        "held_out": {
+            "before": before,
+            "after": after,
+            "version": progress.held_out_version,
+            "temperature": session.recipe.evaluate.sampling.temperature,
+        },
         "reward_first": progress.reward_first,
         "reward_last": progress.reward_last,
         "seconds": {

@@ -8,11 +8,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from agent_bench import END, Answering, check_exact, client_of
+from templates import tokenizer_of
 from test_turns import Scripted
 
 from headrace.envs import EngineClient, ProcessEnvironment, PromptEncoder, processes, run_episode
 from headrace.model.tiny import build_tokenizer
-from headrace.records import Episode, FinishReason, InfraAbort, Invalid, Sampling, Source
+from headrace.records import Episode, FinishReason, InfraAbort, Invalid, Sampling, Scored, Source
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -128,6 +130,61 @@ def test_a_process_that_hangs_is_replaced(folder: Path) -> None:
         )
         assert isinstance(episodes[0].outcome, InfraAbort) and episodes[1].outcome is None
         assert time.monotonic() - started < 40 and hosted.num_ended == 1
+        serving.cancel()
+        await asyncio.wait({serving})
+
+    asyncio.run(main())
+
+
+STREAMING = """
+import pathlib
+import headrace, openai
+
+@headrace.agent
+async def solve(session):
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        text, seen = "", pathlib.Path(session.row["prompt"])
+        if seen.name == "chat":
+            stream = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}], stream=True)
+        else:
+            stream = await client.responses.create(model="m", input="go", stream=True)
+        async for event in stream:
+            if seen.name == "chat":
+                text += event.choices[0].delta.content or ""
+            elif event.type == "response.output_text.delta":
+                text += event.delta
+            if text:
+                seen.touch()
+    return float(text == "one two three four")
+"""
+
+
+def wait_for(file: Path) -> None:
+    ends = time.monotonic() + 120
+    while not file.exists() and time.monotonic() < ends:
+        time.sleep(0.01)
+
+
+@pytest.mark.long
+def test_an_agent_there_hears_tokens_before_its_answer_is_complete(folder: Path) -> None:
+    """The engine samples its last tokens only when the agent has read its first text."""
+    (folder / "streaming.py").write_text(STREAMING)
+    tokenizer_of("qwen2_5").save_pretrained(folder / "model")
+    hosted, engine = environment(folder, name="streaming.py:solve"), Answering(lambda text: f"one two three four{END}")
+
+    async def main() -> None:
+        serving = asyncio.ensure_future(hosted.serve())
+        for interface in ("chat", "responses"):
+            seen = folder / interface
+
+            async def between(done: int, of: int, seen: Path = seen) -> None:
+                if done == of - 4:
+                    await asyncio.to_thread(wait_for, seen)
+
+            engine.between = between
+            episode = await run_episode(hosted, {"prompt": str(seen)}, client_of(engine, f"{interface}/0"), timeout=100.0)
+            assert episode.outcome == Scored(1.0), episode.outcome
+            check_exact(episode, engine)
         serving.cancel()
         await asyncio.wait({serving})
 

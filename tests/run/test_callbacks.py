@@ -177,6 +177,22 @@ def test_in_exact_mode_a_resumed_run_equals_the_uninterrupted_one(
     assert events[0] == events[1] and len(events[0]) == 4
 
 
+@pytest.mark.parametrize(("every", "version"), [(0, 0), (2, 2)])
+def test_a_stopped_run_says_which_version_it_evaluated_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int, version: int
+) -> None:
+    callbacks, settings = [At(3, lambda state: state.stop())], {"evaluate": {"every": every}}
+    stopped = small_run(tmp_path / "run", callbacks=callbacks, quiet=False, **settings).summary
+    out, held_out = capsys.readouterr().out, stopped["held_out"]
+    (line,) = [line for line in out.splitlines() if line.startswith("held-out   ") and "no later one was evaluated" in line]
+    assert stopped["version"] == 3 and held_out["version"] == version and (" -> " in line) == (version > 0)
+    assert f"{held_out['before']['success']:.1%}" in line and (f"version {version}:" if version else "before RL:") in line
+    assert (stopped["success_after"] is None) == (version == 0) and stopped["success_after"] == held_out["after"].get("success")
+    finished = small_run(tmp_path / "run", quiet=False, **settings).summary
+    assert (finished["status"], finished["held_out"]["version"]) == ("finished", 6) and finished["success_after"] is not None
+    assert "no later one" not in capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_in_exact_mode_a_stop_waits_for_the_checkpoint(tmp_path: Path) -> None:
     how: dict[str, Any] = {"exact": True, "staleness": {"max_lag": 1}, "checkpoint": {"every": 4}, "steps": 8}
