@@ -130,7 +130,7 @@ class WeightDelivery:
         self._interrupt = interrupt
         names = [engine.name for engine in engines]
         routes = [update] * len(engines) if self.source is None else self.source.routes(update, names)
-        loading = {
+        loading: dict[RemoteEngine, asyncio.Future[None]] = {
             engine: asyncio.ensure_future(self._load(engine, update, route, interrupt))
             for engine, route in zip(engines, routes, strict=True)
         }
@@ -177,6 +177,6 @@ class WeightDelivery:
 
 
 def holds(engine: RemoteEngine, update: WeightUpdate) -> bool:
-    """Whether an engine holds that version or a newer one: one that took an update which the others refused does not go back."""
+    """Whether an engine holds that version or a newer one: one that took what the others refused does not go back."""
     held = engine.version_of(update.lineage)
     return held is not None and held >= update.version
