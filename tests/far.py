@@ -30,7 +30,7 @@ from manifests import make_manifest
 from headrace.errors import SyncError
 from headrace.model.weights import StagedWeights, check_order, named_tensors
 from headrace.records import WeightUpdate, frames
-from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport, weight_sync as weight_sync_module
+from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport, routed, weight_sync as weight_sync_module
 
 LIFE = "life"
 
@@ -65,6 +65,7 @@ class Receiver:
         self.lineage, self.version = "", 0
 
     def load(self, update: WeightUpdate) -> None:
+        (update,) = routed(update, [self.sync.relay])
         check_order(update, lineage=self.lineage, version=self.version)
         self.spare.receive(update, partial(self.sync.receive, update))
         self.spare.exchange()

@@ -230,8 +230,16 @@ def test_what_a_server_would_do_otherwise_is_refused(settings: dict, problem: st
 def test_servers_of_several_gpus_get_as_many_and_never_the_trainers() -> None:
     two = vllm(vllm__arguments={"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, count=2)
     assert [gpus_of(two, index, count=9) for index in range(2)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    with pytest.raises(ConfigError, match="2 servers of 4 GPUs each and the trainer's one are more than the 8 there are"):
+    with pytest.raises(ConfigError, match="2 servers of 4 GPUs each and the trainer's 1 are more than the 8 there are"):
         gpus_of(two, 0, count=8)
+    ranks = {"engine.kind": "vllm", "engine.count": 2, "train.parallel.shard": 2, "train.parallel.replicate": 2}
+    sharded = make_recipe({**ranks, "engine.vllm.arguments": {"tensor_parallel_size": 2}})
+    assert [gpus_of(sharded, index, count=8) for index in range(2)] == [[4, 5], [6, 7]]
+    with pytest.raises(ConfigError, match="2 servers of 2 GPUs each and the trainer's 4 are more than the 7 there are"):
+        gpus_of(sharded, 0, count=7)
+    assert [gpus_of(make_recipe(ranks), index, count=5) for index in range(2)] == [[4], [4]]
+    assert [gpus_of(make_recipe(ranks), index, count=4) for index in range(2)] == [[0], [1]], "none is left"
+    assert "vllm       2 server(s) of 2 GPUs each, 4 in all, started here" in "\n".join(sharded.derivation())
     one = vllm(count=3)
     assert [gpus_of(one, index, count=3) for index in range(3)] == [[1], [2], [1]] and gpus_of(one, 2, count=1) == [0]
 
@@ -245,14 +253,15 @@ def test_servers_of_several_gpus_get_as_many_and_never_the_trainers() -> None:
         (1, {"vllm__urls": TWO}, ("folder", "shared_memory", ["cpu", "cpu"])),
         (1, {"vllm__urls": TWO, "vllm__handover": "ipc"}, ("ipc", "cuda_ipc", ["cuda", "cuda"])),
         (3, {}, ("ipc", "shared_memory", ["cuda:1", "cuda:2"])),
-        (5, {"vllm__arguments": {"tensor_parallel_size": 2}}, ("nccl", "cuda_ipc", ["cuda:0", "cuda:0"])),
+        (3, {"vllm__arguments": {"tensor_parallel_size": 2}, "count": 1}, ("nccl", "cuda_ipc", ["cuda:0", "cuda:0"])),
+        (5, {"vllm__arguments": {"tensor_parallel_size": 2}}, ("folder", "shared_memory", ["cpu", "cpu"])),
         (3, {"vllm__handover": "nccl"}, ("nccl", "cuda_ipc", ["cuda:0", "cuda:0"])),
     ],
 )
 def test_weights_take_the_shortest_way_that_the_gpus_have(monkeypatch, gpus: int, settings: dict, ways: tuple) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    recipe = vllm(**settings, **({} if "vllm__urls" in settings else {"count": 2}))
+    recipe = vllm(**({} if "vllm__urls" in settings else {"count": 2}) | settings)
     places = [receiving_device(recipe, each) for each in (0, 1)]
     assert (choose_handover(recipe, device=choose_device(recipe)), choose_transport(recipe), places) == ways
 

@@ -72,7 +72,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         chosen, setting = transport_class(transport), f"sync.transport = '{transport}'"
         if chosen.crosses_processes == recipe.is_inline:
             yield f"{setting}: does not go with orchestrate = '{recipe.orchestrate}'; leave it auto"
-        if recipe.cluster.listen and not chosen.crosses_hosts:
+        if recipe.cluster.listen and not chosen.between_hosts:
             yield f"{setting}: does not reach the hosts that may join (cluster.listen); leave it auto"
         if chosen.needs_gpu and recipe.device == "cpu":
             yield f"{setting}: device = 'cpu' has no GPU memory to share; leave it auto"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from typing import TYPE_CHECKING
@@ -34,6 +33,7 @@ class WeightDelivery:
     ) -> None:
         self.source = source  # the trainer's side; None if engines simply fetch weights
         self.patience = math.inf  # seconds that updated engines wait for slow ones
+        self.say: Callable[[str], None] = logging.getLogger("headrace").warning  # names engines that refuse an update
         self.wanted: WeightUpdate | None = None  # the newest update, which every engine should hold
         self.catching_up: dict[RemoteEngine, asyncio.Future[None]] = {}  # engines that fell behind
         self._on_lost, self._on_caught_up = on_lost, on_caught_up
@@ -43,8 +43,8 @@ class WeightDelivery:
     # All engines, and one that is behind
 
     async def load(self, update: WeightUpdate, engines: Sequence[RemoteEngine], interrupt: Interrupt) -> None:
-        """Returns when the engines hold the update. Those that do not `patience` seconds after the first are behind, and catch
-        up on their own. If an engine refuses the update, it is withdrawn and the refusal raised."""
+        """Returns when the engines hold the update. Those that do not `patience` seconds after the first, or refuse it, are
+        behind, and catch up on their own. If no engine takes the update, it is withdrawn and a refusal raised."""
         before, self.wanted = self.wanted, update
         try:
             late = await self.deliver(update, engines, interrupt, others=self.catching_up)
@@ -54,6 +54,8 @@ class WeightDelivery:
             raise
         for engine, loading in late.items():
             engine.is_behind = True
+            if loading.done():
+                self.say(f"{engine.name} refused version {update.version}, and is sent it again alone: {loading.exception()}")
             self.catching_up[engine] = asyncio.ensure_future(self._catch_up(engine, loading))
 
     def forget(self) -> None:
@@ -93,13 +95,16 @@ class WeightDelivery:
         await asyncio.wait([loading])
         _ = loading.cancelled() or loading.exception()  # however it ended, it is retried
         try:
-            for _ in range(_ATTEMPTS):
-                with contextlib.suppress(RemoteError, SyncError):
+            for attempt in range(1, _ATTEMPTS + 1):
+                try:
                     while not self.is_current(engine):
                         await self.bring_up_to_date(engine)
                     engine.is_behind = False
                     self._on_caught_up()
                     return
+                except (RemoteError, SyncError) as error:
+                    if attempt == _ATTEMPTS:
+                        self.say(f"{engine.name} was not brought up to date in {_ATTEMPTS} attempts and is let go: {error}")
         except StreamClosed:
             pass
         except Exception:
@@ -119,12 +124,13 @@ class WeightDelivery:
         *,
         others: Mapping[RemoteEngine, asyncio.Future[None]] | None = None,
     ) -> dict[RemoteEngine, asyncio.Future[None]]:
-        """Have these engines load the update while its source sends it. Returns those still loading `patience` seconds after
-        the first one holds it. Raises if one refuses it. `others` are catching up to it; one of them may be that first one."""
+        """Have these engines load the update while its source sends it. Returns those that refused it, or still load it
+        `patience` seconds after the first one holds it. Raises if none holds it and one refused it. `others` are catching up to
+        it; one of them may be that first one."""
         self._interrupt = interrupt
         names = [engine.name for engine in engines]
         routes = [update] * len(engines) if self.source is None else self.source.routes(update, names)
-        loading = {
+        loading: dict[RemoteEngine, asyncio.Future[None]] = {
             engine: asyncio.ensure_future(self._load(engine, update, route, interrupt))
             for engine, route in zip(engines, routes, strict=True)
         }
@@ -135,18 +141,19 @@ class WeightDelivery:
             for task in (*loading.values(), *sending):
                 task.cancel()
             raise
-        for load in loading.values():
-            if load.done() and (refusal := load.exception()):
-                causes = [task.exception() for task in sending if task.done() and not task.cancelled()]
-                raise refusal from next(filter(None, causes), refusal.__cause__)
-        return {engine: load for engine, load in loading.items() if not load.done()}
+        late = {engine: load for engine, load in loading.items() if not load.done() or load.exception()}
+        refusal = next((load.exception() for load in late.values() if load.done()), None)
+        if refusal is not None and not any(holds(engine, update) for engine in (*loading, *(others or ()))):
+            causes = [task.exception() for task in sending if task.done() and not task.cancelled()]
+            raise refusal from next(filter(None, causes), refusal.__cause__)
+        return late
 
     async def _settled(self, update: WeightUpdate, loading: Mapping[RemoteEngine, asyncio.Future[None]]) -> None:
-        """Waits until all are done, or for `patience` seconds after one holds or refuses the update."""
+        """Waits until all are done, or for `patience` seconds after one holds the update."""
         waiting = set(loading.values())
         while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if any(holds(engine, update) for engine in loading) or any(task.exception() for task in done):
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if any(holds(engine, update) for engine in loading):
                 break
         if waiting:
             await asyncio.wait(waiting, timeout=self.patience)
@@ -170,6 +177,6 @@ class WeightDelivery:
 
 
 def holds(engine: RemoteEngine, update: WeightUpdate) -> bool:
-    """Whether an engine holds that version or a newer one: one that took an update which another refused does not go back."""
+    """Whether an engine holds that version or a newer one: one that took what the others refused does not go back."""
     held = engine.version_of(update.lineage)
     return held is not None and held >= update.version

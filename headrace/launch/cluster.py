@@ -20,6 +20,7 @@ from headrace.launch.settings import read_token
 from headrace.model import ModelError
 from headrace.rpc import Listener
 from headrace.settings import ConfigError
+from headrace.sync import transport_class
 from headrace.tls import make_certificate
 
 if TYPE_CHECKING:
@@ -166,8 +167,9 @@ class ClusterProcesses(LocalProcesses):
     def _ends_for(self, process: RoleProcess) -> tuple[Listener, TransportConfig]:
         if process.index not in self._host_of or process.role != "engine":
             return super()._ends_for(process)
-        place = process.placement
-        return self._far_listener, dataclasses.replace(self._transport, host=place.address, folder=place.shared_folder)
+        place, route = process.placement, transport_class(self._transport.transport).between_hosts
+        there = dataclasses.replace(self._transport, transport=route, host=place.address, folder=place.shared_folder)
+        return self._far_listener, there
 
     def _clock_ahead(self, process: RoleProcess) -> float:
         host = self._host_of.get(process.index)

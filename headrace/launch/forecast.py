@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.engine import adapter_places, blocks_for, engine_kind, free_memory
-from headrace.launch.placement import choose_device, choose_transport, engines_here, place_of
+from headrace.launch.placement import choose_device, choose_transport, engines_here, place_of, receiving_device
 from headrace.model import (
     ModelError,
     ModelShape,
@@ -74,13 +74,15 @@ class Forecast:
     @property
     def fullest_device(self) -> int:
         """Bytes on the machine, or on the fullest GPU: if there are several, the trainer's ranks have the first, engines share
-        the rest."""
+        the rest. Some receive weights on the first rank's, for servers elsewhere."""
         ranks = self.recipe.train.parallel.ranks
         others = torch.cuda.device_count() - ranks if choose_device(self.recipe) == "cuda" else 0
         if others < 1:
             return self.together
-        engines = math.ceil(engines_here(self.recipe) / others) * (self.engine.total + self.server)
-        return max(self.trainer.total + self.published.exported, engines)
+        count, first = engines_here(self.recipe), place_of(self.recipe, "trainer")
+        beside = sum(receiving_device(self.recipe, index) == first for index in range(count))
+        engines = math.ceil(count / others) * (self.server + (0 if beside else self.engine.total))
+        return max(self.trainer.total + self.published.exported + beside * self.engine.total, engines)
 
     @property
     def together(self) -> int:

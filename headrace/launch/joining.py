@@ -182,6 +182,7 @@ class _Joiner:
             piece: Array = asyncio.run_coroutine_threadsafe(peer.call("read", name=name, start=start), self._loop).result()
             return piece
 
+        self._model = await asyncio.to_thread(fetch_model, told["model"], told["files"], cache=cache_folder(), read=read)
         offer = HostOffer(
             host=platform.node(),
             address=options.address or peer.stream.own_host,
@@ -189,7 +190,7 @@ class _Joiner:
             threads=options.threads or max(1, (os.cpu_count() or 1) // options.engines),
             folder=str(self._folder),
             shared_folder=str(shared_folder()),
-            model=await asyncio.to_thread(fetch_model, told["model"], told["files"], cache=cache_folder(), read=read),
+            model=self._model.path,
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         await peer.call("ready", **{**asdict(offer), "devices": list(offer.devices)})

@@ -24,23 +24,23 @@ from headrace.launch.build import make_roles
 from headrace.launch.forecast import count_parameters
 from headrace.launch.heartbeat import SILENT_HEARTBEATS, send_heartbeats
 from headrace.launch.placement import Order, choose_transport, place_on_this_host
-from headrace.launch.process import PING_GRACE_SECONDS, ChildProcess, RestartBudget, RoleFailed, RoleProcess, TrainerLost
+from headrace.launch.process import PING_GRACE_SECONDS, ChildProcess, RestartBudget, RoleFailed, RoleProcess
+from headrace.launch.trainer_source import TrainerSource
 from headrace.leftovers import Claim, sweep
 from headrace.model import adapter_shapes, bytes_per_number
 from headrace.rpc import Listener, RemoteError, StreamClosed, socket_place
 from headrace.score import RewardWorkers
 from headrace.settings import to_dict
-from headrace.sync import TransportConfig, is_pushed, routed, shared_folder, transport_class
+from headrace.sync import TransportConfig, shared_folder, transport_class
 from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
     from headrace.config import Recipe
     from headrace.launch.inputs import UserInputs
     from headrace.launch.process import ProcessHandle
     from headrace.observe import MirroredTimeline, Observer
-    from headrace.records import WeightUpdate
     from headrace.rpc import Stream
     from headrace.run import Roles
     from headrace.sync import Lineage
@@ -222,6 +222,7 @@ class LocalProcesses:
         recipe = self._recipe
         await self.listen()
         self.pool.delivery.patience = recipe.sync.patience
+        self.pool.delivery.say = lambda text: self._say(text)
         self._make_roles = partial(
             make_roles,
             recipe,
@@ -468,23 +469,3 @@ class LocalProcesses:
     def _cancel_tasks(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-
-
-class TrainerSource:
-    """A `WeightSource` over a trainer in another process. `relays`: engine name -> the address at which it relays weights."""
-
-    def __init__(self, trainer: RemoteTrainer, *, relays: Mapping[str, str]) -> None:
-        self._trainer, self._relays = trainer, relays
-
-    def routes(self, update: WeightUpdate, receivers: Sequence[str]) -> Sequence[WeightUpdate]:
-        return routed(update, [self._relays[name] for name in receivers])
-
-    async def send(self, update: WeightUpdate, receivers: Sequence[str]) -> None:
-        if is_pushed(update):
-            await self._trainer.send(update, receivers)
-
-    async def catch_up(self, version: int | None) -> Sequence[WeightUpdate]:
-        try:
-            return await self._trainer.catch_up(version)
-        except TrainerLost as error:  # which is not the fault of the engine that asks
-            raise SyncError(str(error)) from error

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
+import shutil
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
     from headrace.records import Array
 
 _PIECE_BYTES = 8 << 20
+_MOST_KEPT = 3
+_MOMENT_SECONDS = 60.0
 
 
 def list_files(model: str) -> dict[str, list[int]]:
@@ -36,27 +43,60 @@ def read_piece(path: Path, start: int) -> Array:
         return np.frombuffer(file.read(_PIECE_BYTES), np.uint8)
 
 
-def fetch_model(model: str, files: Mapping[str, list[int]], *, cache: Path, read: Callable[[str, int], Array]) -> str:
+@dataclass(frozen=True)
+class HostModel:
+    """A model as this host has it; not removed from the cache while `lock` is open."""
+
+    path: str
+    lock: IO[str] | None = None
+
+
+def fetch_model(model: str, files: Mapping[str, list[int]], *, cache: Path, read: Callable[[str, int], Array]) -> HostModel:
     """The model's folder in a cache, fetched unless it is there from before; a name of the hub is returned as it is.
-    `read(name, start)` returns the next piece of a file."""
+    `read(name, start)` returns the next piece of a file. Of those that nobody uses, the cache keeps the newest few."""
     if not files:
-        return model
+        return HostModel(model)
     digest = hashlib.sha256(json.dumps([model, files], sort_keys=True).encode()).hexdigest()[:16]
     target = cache / "joined" / digest
-    if target.is_dir():
-        return str(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=target.parent) as temporary:
-        made = Path(temporary, "model")
-        for name, (size, _) in files.items():
-            path = made / name
-            if ".." in path.parts or Path(name).is_absolute():
-                raise ConfigError(f"the model has a file outside its folder: {name!r}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                while (start := file.tell()) < size:
-                    if not file.write(read(name, start).data):
-                        raise ConfigError(f"{model}/{name} has become shorter while it was fetched")
-        with contextlib.suppress(OSError):  # another process of this host was faster
-            made.rename(target)
-    return str(target)
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(target)  # it is among the newest from now on
+    if not target.is_dir():
+        with tempfile.TemporaryDirectory(prefix=".fetching-", dir=target.parent) as temporary, _lock(Path(temporary)):
+            _fetch(model, files, Path(temporary), read)
+            with contextlib.suppress(OSError):  # another process of this host was faster
+                Path(temporary).rename(target)
+    lock = _lock(target)
+    with contextlib.suppress(FileNotFoundError):  # another process of this host does the same
+        _remove_old(target.parent)
+    return HostModel(str(target), lock)
+
+
+def _fetch(model: str, files: Mapping[str, list[int]], folder: Path, read: Callable[[str, int], Array]) -> None:
+    for name, (size, _) in files.items():
+        path = folder / name
+        if ".." in path.parts or Path(name).is_absolute():
+            raise ConfigError(f"the model has a file outside its folder: {name!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            while (start := file.tell()) < size:
+                if not file.write(read(name, start).data):
+                    raise ConfigError(f"{model}/{name} has become shorter while it was fetched")
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Others leave the folder alone while this is open."""
+    lock = (folder / ".lock").open("a")
+    with contextlib.suppress(OSError):  # a file system without locks: there nothing is removed
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
+
+
+def _remove_old(cache: Path) -> None:
+    """Remove all folders but the newest few, those in use, and those made or taken a moment ago, which may yet be locked."""
+    used_at = {folder: folder.stat().st_mtime for folder in cache.iterdir() if folder.is_dir()}
+    for folder in sorted(used_at, key=lambda each: used_at[each], reverse=True)[_MOST_KEPT:]:
+        if time.time() - used_at[folder] > _MOMENT_SECONDS:
+            with contextlib.suppress(OSError), (folder / ".lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)

@@ -169,6 +169,10 @@ def choose_transport(recipe: Recipe) -> str:
     """`sync.transport`, with `auto` resolved."""
     trainers = set(trainer_devices(recipe))
     shares_gpu = "cpu" not in trainers and len(trainers) == 1 and receiving_devices(recipe) == trainers
-    between_hosts = bool(recipe.cluster.listen)
-    wanted, is_inline = recipe.sync.transport, recipe.is_inline
-    return resolve_transport(wanted, is_one_process=is_inline, shares_gpu=shares_gpu, between_hosts=between_hosts)
+    return resolve_transport(
+        recipe.sync.transport,
+        is_one_process=recipe.is_inline,
+        shares_gpu=shares_gpu,
+        between_hosts=bool(recipe.cluster.listen),
+        on_this_host=bool(engines_here(recipe)),
+    )

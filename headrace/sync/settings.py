@@ -26,9 +26,10 @@ class SyncSettings:
     bytes at RL's learning rates, for the time it takes to find."""
     transport: TransportName = "auto"
     """`memory`: inside one process. `shared_memory`: between processes of one host. `cuda_ipc`: between processes that share a
-    GPU. `collective`: NCCL or gloo. `files`: any shared filesystem. `http`: anywhere, relayed from engine to engine. `auto`:
-    memory in one process, http if engines may join from other hosts (cluster.listen), cuda_ipc where trainer and engine share
-    the only GPU, otherwise shared_memory."""
+    GPU. `collective`: NCCL or gloo. `files`: any shared filesystem. `http`: anywhere, relayed from engine to engine.
+    `shared_memory+http`, `cuda_ipc+http`: the first to engines on this host, http to those on others. `auto`: memory in one
+    process, cuda_ipc where trainer and engine share the only GPU, otherwise shared_memory; with http if engines may join from
+    other hosts (cluster.listen), http alone if Ray places them all."""
     folder: str = ""
     """Where shared memory and files lie; empty means /dev/shm."""
     host: str = "127.0.0.1"

@@ -11,7 +11,7 @@ from headrace.errors import SyncError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.records import Part, WeightUpdate
+    from headrace.records import WeightUpdate
     from headrace.sync.full import FullPayload
     from headrace.sync.transport import Transport, TransportConfig
 
@@ -22,6 +22,8 @@ TRANSPORTS = {
     "collective": "headrace.sync.collective.transport:CollectiveTransport",
     "files": "headrace.sync.files:FilesTransport",
     "http": "headrace.sync.http.transport:HttpTransport",
+    "shared_memory+http": "headrace.sync.two_routes:SharedMemoryAndHttp",
+    "cuda_ipc+http": "headrace.sync.two_routes:CudaIpcAndHttp",
 }
 """`module:class` of each. The class says what the transport can do and what it needs."""
 PAYLOADS = {
@@ -53,16 +55,19 @@ def make_transport(config: TransportConfig, *, is_sender: bool, device: str) -> 
     return transport_class(config.transport).make(config, is_sender=is_sender, device=device)
 
 
-def resolve_transport(wanted: str, *, is_one_process: bool, shares_gpu: bool, between_hosts: bool = False) -> str:
+def resolve_transport(
+    wanted: str, *, is_one_process: bool, shares_gpu: bool, between_hosts: bool = False, on_this_host: bool = True
+) -> str:
     """Resolve `sync.transport = "auto"`. `shares_gpu`: all engines receive on the trainer's GPU. `between_hosts`: some may
-    receive on other hosts."""
+    receive on other hosts; all of them, unless `on_this_host`."""
     if wanted != "auto":
         return wanted
     if is_one_process:
         return "memory"
-    if between_hosts:
+    if not on_this_host:
         return "http"
-    return "cuda_ipc" if shares_gpu else "shared_memory"
+    near = "cuda_ipc" if shares_gpu else "shared_memory"
+    return f"{near}+http" if between_hosts else near
 
 
 def is_pushed(update: WeightUpdate) -> bool:
@@ -72,9 +77,5 @@ def is_pushed(update: WeightUpdate) -> bool:
 
 def routed(update: WeightUpdate, relays: Sequence[str]) -> list[WeightUpdate]:
     """Return the update addressed to each receiver, given their relay URLs."""
-    routes = [transport_class(part.transport).routes(part.place, relays) for part in update.parts]
-
-    def parts(row: int) -> tuple[Part, ...]:
-        return tuple(replace(part, place=dict(places[row])) for part, places in zip(update.parts, routes, strict=True))
-
-    return [replace(update, parts=parts(row)) for row in range(len(relays))]
+    routes = [transport_class(part.transport).routes(part, relays) for part in update.parts]
+    return [replace(update, parts=tuple(parts[row] for parts in routes)) for row in range(len(relays))]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.records import Plain
+    from headrace.records import Part, Plain
 
 COPIES = 2  # at most this many copies of the weights exist: the newest stays readable while the next is written
 
@@ -77,7 +77,7 @@ class Transport(ABC):
 
     name: ClassVar[str]
     crosses_processes: ClassVar[bool] = True
-    crosses_hosts: ClassVar[bool] = False  # encrypted with the run's certificate
+    between_hosts: ClassVar[str] = ""  # the transport by which other hosts receive, encrypted with the run's certificate
     needs_gpu: ClassVar[bool] = False  # both ends share a GPU, or their GPUs are peers
     needs_gpu_per_end: ClassVar[bool] = False  # on GPUs, no two ends may share one
     is_pushed: ClassVar[bool] = False  # the sender must `push` while receivers `fetch`
@@ -113,9 +113,9 @@ class Transport(ABC):
             check_space(config.directory, num_bytes)
 
     @classmethod
-    def routes(cls, place: Mapping[str, Plain], relays: Sequence[str]) -> list[Mapping[str, Plain]]:
-        """Return the place for each receiver, given their `relay_url`s."""
-        return [place] * len(relays)
+    def routes(cls, part: Part, relays: Sequence[str]) -> list[Part]:
+        """Return the part as addressed to each receiver, given their `relay_url`s."""
+        return [part] * len(relays)
 
     @property
     def relay_url(self) -> str:

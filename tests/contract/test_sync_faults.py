@@ -21,7 +21,7 @@ from far import Far, Receiver, Sender, make_sync, packed
 from headrace import leftovers
 from headrace.errors import SyncError
 from headrace.model.weights import named_tensors
-from headrace.sync import Lineage, MemoryTransport, TransportConfig, WeightSync, table as sync_table
+from headrace.sync import Lineage, MemoryTransport, TransportConfig, WeightSync, table as sync_table, transport_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,11 +44,11 @@ FAULTS = ["drop", "flip", "reorder", "receiver killed", "sender killed"]
 def _printed(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if FOUND:
-        lines = [f"\n{'transport':15}{'payload':9}" + "".join(f"{fault:>17}" for fault in FAULTS)]
+        lines = [f"\n{'transport':20}{'payload':9}" + "".join(f"{fault:>17}" for fault in FAULTS)]
         for transport in TRANSPORTS:
             for payload in PAYLOADS:
                 cells = [FOUND.get((transport, payload, fault), "-") for fault in FAULTS]
-                lines.append(f"{transport:15}{payload:9}" + "".join(f"{cell:>17}" for cell in cells))
+                lines.append(f"{transport:20}{payload:9}" + "".join(f"{cell:>17}" for cell in cells))
         capture = request.config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled():
             print("\n".join(lines))
@@ -62,7 +62,7 @@ class Ended:
         self.ends = TransportConfig(
             transport=transport, folder=str(folder), prefix="headrace-t", host="127.0.0.1", token="t" * 32, deadline=DEADLINE
         )
-        self.device = "cuda:0" if transport == "cuda_ipc" else "cpu"
+        self.device = "cuda:0" if transport_class(transport).needs_gpu else "cpu"
         self._far: list[Far] = []
         self._syncs: list[WeightSync] = []
 
@@ -96,7 +96,7 @@ class Ended:
             return transport._buffers.find(part.key).bytes  # type: ignore[attr-defined]
         if self.transport == "collective":
             return transport._outgoing[part.key].bytes  # type: ignore[attr-defined]
-        return transport.bytes_of(part.key)  # type: ignore[attr-defined]
+        return getattr(transport, "_near", transport).bytes_of(part.key)
 
     def close(self) -> None:
         for sync in self._syncs:
@@ -149,7 +149,7 @@ class Pushing:
 @pytest.fixture
 def ended(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ended]:
     transport, payload = request.param
-    if transport == "cuda_ipc" and not HAS_GPU:
+    if transport_class(transport).needs_gpu and not HAS_GPU:
         pytest.skip("needs a GPU")
     open_before = _open_files()
     made = Ended(transport, payload, tmp_path)

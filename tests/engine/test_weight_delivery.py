@@ -170,12 +170,12 @@ def test_an_engine_that_took_what_others_refused_is_ahead_and_not_behind(tiny_mo
     """It cannot go back, and need not: the version comes again, or the next does."""
 
     async def check(bench: Pooled) -> None:
-        policy, good, bad = Policy(bench), await bench.join(), await bench.join()
+        policy, bad = Policy(bench), await bench.join()
         await policy.publish(1)
         update = bench.sync.offer(2, named_tensors(policy.model))
         new, held = await bench.start(slots=4, context=96), Held(bad)
         loading = asyncio.ensure_future(bench.pool.load(update))
-        await until(lambda: good.core.version == 2)
+        await until(held.is_there.is_set)
         calling, may_pause = new.remote.call, asyncio.Event()
 
         async def pauses_late(name: str, **arguments: object) -> object:
@@ -193,9 +193,9 @@ def test_an_engine_that_took_what_others_refused_is_ahead_and_not_behind(tiny_mo
         bench.sync.abort(update)
         may_pause.set()
         await joining
-        assert [far.core.version for far in (good, bad, new)] == [2, 1, 2]
+        assert [far.core.version for far in (bad, new)] == [1, 2]
         await policy.publish(3)
-        assert all(far.core.version == 3 and policy.is_held_by(far) for far in (good, bad, new))
+        assert all(far.core.version == 3 and policy.is_held_by(far) for far in (bad, new))
 
     run(check, tiny_model, payload="delta")
 
@@ -328,18 +328,12 @@ def test_after_a_refusal_the_version_is_sent_again_whole(tiny_model, payload):
         policy, one, other = Policy(bench), await bench.join(), await bench.join()
         await policy.publish(1)
         update = bench.sync.offer(2, named_tensors(policy.model))
-        receive = other.engine._sync.receive
-
-        def spoils(update: WeightUpdate, incoming: object) -> None:
-            receive(update, incoming)  # type: ignore[arg-type]
-            incoming.views["model.embed_tokens.weight"][3, 3] += 1  # type: ignore[attr-defined]
-
-        other.engine._sync.receive = spoils  # type: ignore[method-assign]
+        for far in (one, other):
+            spoil(far, times=1)
         with pytest.raises(SyncError, match=r"version 2: tensor 'model\.embed_tokens\.weight' differs"):
             await bench.pool.load(update)
         bench.sync.abort(update)
-        assert (one.core.version, other.core.version) == (2, 1)
-        other.engine._sync.receive = receive  # type: ignore[method-assign]
+        assert (one.core.version, other.core.version) == (1, 1)
         again = bench.sync.offer(2, named_tensors(policy.model), whole=True)
         assert again.payload == "full"
         await bench.pool.load(again)
@@ -349,6 +343,79 @@ def test_after_a_refusal_the_version_is_sent_again_whole(tiny_model, payload):
         assert policy.is_held_by(one) and policy.is_held_by(other)
 
     run(check, tiny_model, payload=payload)
+
+
+# One engine that refuses what the others take
+
+
+def spoil(far: Far, *, times: float) -> list[int]:
+    """Have the next so many updates arrive changed; returns the versions that arrived so."""
+    receive, spoiled = far.engine._sync.receive, list[int]()
+
+    def spoils(update: WeightUpdate, incoming: object) -> None:
+        receive(update, incoming)  # type: ignore[arg-type]
+        if len(spoiled) < times:
+            spoiled.append(update.version)
+            incoming.views["model.embed_tokens.weight"][3, 3] += 1  # type: ignore[attr-defined]
+
+    far.engine._sync.receive = spoils  # type: ignore[method-assign]
+    return spoiled
+
+
+@pytest.mark.parametrize("payload", ["full", "delta"])
+def test_an_engine_that_refuses_an_update_is_named_and_sent_it_again_alone(tiny_model, payload):
+    async def check(bench: Pooled) -> None:
+        policy, good, bad = Policy(bench), await bench.join(), await bench.join()
+        said: list[str] = []
+        bench.pool.delivery.say = said.append
+        await policy.publish(1)
+        spoiled = spoil(bad, times=2)
+        await policy.publish(2)
+        assert good.core.version == 2
+        await until(lambda: not bad.remote.is_behind)
+        assert bad.core.version == 2 and policy.is_held_by(bad) and spoiled == [2, 2]
+        assert [line.partition(":")[0] for line in said] == ["engine-1 refused version 2, and is sent it again alone"]
+        assert "'model.embed_tokens.weight' differs" in said[0]
+        assert policy.source.sent[1:] == [(2, ("engine-0", "engine-1")), (2, ("engine-1",)), (2, ("engine-1",))]
+        assert await engines_of(bench, "both") == {"engine-0", "engine-1"}
+
+    run(check, tiny_model, payload=payload)
+
+
+def test_an_engine_that_refuses_it_each_time_is_let_go_and_the_others_stay(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, good, bad = Policy(bench), await bench.join(), await bench.join()
+        said: list[str] = []
+        bench.pool.delivery.say = said.append
+        await policy.publish(1)
+        spoiled = spoil(bad, times=np.inf)
+        await policy.publish(2)
+        await until(lambda: bad.remote.is_lost)
+        assert bench.pool.engines == [good.remote] and spoiled == [2] * 4 and bad.core.version == 1
+        assert "engine-1 was not brought up to date in 3 attempts and is let go: version 2" in said[1]
+        await policy.publish(3)
+        assert good.core.version == 3
+
+    run(check, tiny_model)
+
+
+def test_one_that_refuses_at_once_does_not_cut_short_those_that_still_load(tiny_model):
+    async def check(bench: Pooled) -> None:
+        policy, slow, bad = Policy(bench), await bench.join(), await bench.join()
+        await policy.publish(1)
+        bench.pool.delivery.patience = 0.0
+        held, _ = Held(slow), spoil(bad, times=1)
+        publishing = asyncio.ensure_future(policy.publish(2))
+        await until(held.is_there.is_set)
+        await asyncio.sleep(0.3)
+        assert not publishing.done()
+        held.may_go.set()
+        await publishing
+        assert slow.core.version == 2
+        await until(lambda: not bad.remote.is_behind)
+        assert bad.core.version == 2
+
+    run(check, tiny_model)
 
 
 # A delivery alone

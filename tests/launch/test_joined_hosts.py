@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from headrace.launch.clock import ClockOffset
 from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.hosts import Host, HostOffer, Hosts, JoinedProcess
 from headrace.launch.joining import JoinOptions, _Joiner, join
-from headrace.launch.model_files import fetch_model, list_files, read_piece
+from headrace.launch.model_files import HostModel, fetch_model, list_files, read_piece
 from headrace.launch.on_ray import RayProcesses
 from headrace.launch.placement import Order, Placement
 from headrace.launch.process import RoleFailed
@@ -149,8 +150,8 @@ def test_a_model_crosses_in_pieces_and_is_kept(run, model, tmp_path):
             made = await asyncio.to_thread(fetch_model, told["model"], told["files"], **how)
             with pytest.raises(RemoteError, match="no file of the model"):
                 await peer.call("read", name="../secret", start=0)
-            assert fetch_model(told["model"], told["files"], cache=tmp_path / "cache", read=None) == made
-        return made
+            assert fetch_model(told["model"], told["files"], cache=tmp_path / "cache", read=None).path == made.path
+        return made.path
 
     made = asyncio.run(main())
     ours, theirs = list_files(model), list_files(made)
@@ -163,7 +164,44 @@ def test_a_model_crosses_in_pieces_and_is_kept(run, model, tmp_path):
 def test_a_model_may_not_write_elsewhere(tmp_path):
     with pytest.raises(ConfigError, match="outside its folder"):
         fetch_model("m", {"../../x": [1, 0]}, cache=tmp_path, read=lambda *_: np.zeros(1, np.uint8))
-    assert fetch_model("name/of-the-hub", {}, cache=tmp_path, read=None) == "name/of-the-hub"
+    assert fetch_model("name/of-the-hub", {}, cache=tmp_path, read=None).path == "name/of-the-hub"
+
+
+def test_a_host_keeps_the_newest_models_and_those_in_use(tmp_path):
+    def fetch(number: int) -> HostModel:
+        return fetch_model("m", {"config.json": [1, number]}, cache=tmp_path, read=lambda *_: np.zeros(1, np.uint8))
+
+    def kept() -> set[str]:
+        return {str(path) for path in (tmp_path / "joined").iterdir()}
+
+    def age(seconds: float) -> None:
+        """As if all of them had been used so much earlier."""
+        for path in (tmp_path / "joined").iterdir():
+            used = path.stat().st_mtime - seconds
+            os.utime(path, (used, used))
+
+    in_use = fetch(0)
+    paths = [in_use.path]
+    abandoned = tmp_path / "joined" / ".fetching-killed"
+    abandoned.mkdir()
+    age(1000)
+    for number in range(1, 6):
+        made = fetch(number)
+        paths.append(made.path)
+        assert made.lock is not None
+        made.lock.close()
+        age(100)
+    assert kept() == {in_use.path, *paths[-3:]}, "what a killed host had begun to fetch is gone too"
+    for number in (3, 1):
+        fetch(number).lock.close()
+    age(100)
+    assert fetch(3).path in kept() and kept() == {in_use.path, paths[1], paths[3], paths[5]}
+    in_use.lock.close()
+    fetch(6)
+    assert in_use.path not in kept()
+    for number in range(7, 12):
+        fetch(number).lock.close()
+    assert len(kept()) == 7, "what was used a moment ago stays: its user may be about to lock it"
 
 
 async def until(holds: Callable[[], object]) -> None:

@@ -313,6 +313,21 @@ def test_a_vllm_server_is_counted_with_what_it_is_given(gpu, monkeypatch) -> Non
     assert "the vLLM server behind it 40" in words and "KV cache" not in words
 
 
+def test_a_server_of_several_gpus_is_counted_where_its_weights_are(gpu, monkeypatch) -> None:
+    gpu(100)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    two = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.01}
+    split = vllm_of(engine__vllm__arguments={"tensor_parallel_size": 2, "kv_cache_memory_bytes": 5})
+    assert split.server == split.engine.weights // 2 + 5
+    alone, many = vllm_of(engine__vllm__arguments=two), vllm_of(engine__vllm__arguments=two, engine__count=2)
+    assert alone.fullest_device == alone.trainer.total + alone.published.exported + alone.engine.total, (
+        "nccl: on the trainer's GPU"
+    )
+    assert many.engine.total == 0 and many.fullest_device == many.trainer.total, "one folder for both, in the host's memory"
+    copies = vllm_of(engine__vllm__arguments=two, engine__count=2, engine__vllm__handover="nccl")
+    assert copies.fullest_device - alone.fullest_device == copies.engine.total
+
+
 def test_a_cache_that_vllm_would_not_take_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1.5")
     with pytest.raises(ConfigError, match=r"^the variable VLLM_CPU_KVCACHE_SPACE is '1.5': vLLM wants a whole number"):

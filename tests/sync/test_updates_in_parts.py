@@ -16,7 +16,7 @@ from headrace.errors import SyncError
 from headrace.model import ShardedWeights, StagedWeights, lay_out
 from headrace.model.weights import checksum, describe, named_tensors
 from headrace.records import WeightUpdate, frames
-from headrace.sync import Lineage, TransportConfig, WeightSync, is_pushed, make_transport, table
+from headrace.sync import Lineage, TransportConfig, WeightSync, is_pushed, make_transport, table, transport_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ class Run:
 
     def __init__(self, transport: str, folder: Path, *, payload: str = "full", count: int = 2) -> None:
         config = TransportConfig(transport, str(folder), "headrace-t", "127.0.0.1", "t" * 32, 5.0)
-        device = "cuda:0" if transport == "cuda_ipc" else "cpu"
+        device = "cuda:0" if transport_class(transport).needs_gpu else "cpu"
         self.count = count
         self.ranks = [
             WeightSync(
@@ -76,7 +76,8 @@ class Run:
         if is_pushed(update):
             sending.start()
         try:
-            assert self.spare.receive(update, partial(self.engine.receive, update)) == update.manifest
+            (own,) = table.routed(update, [self.engine.relay])
+            assert self.spare.receive(own, partial(self.engine.receive, own)) == update.manifest
         finally:
             if is_pushed(update):
                 sending.join()
@@ -105,7 +106,7 @@ def run_of(tmp_path) -> Iterator:
     runs = []
 
     def make(transport: str, **more) -> Run:
-        if transport == "cuda_ipc" and not torch.cuda.is_available():
+        if transport_class(transport).needs_gpu and not torch.cuda.is_available():
             pytest.skip("needs a GPU")
         runs.append(Run(transport, tmp_path, **more))
         return runs[-1]

@@ -171,8 +171,8 @@ class Pigeon(MemoryTransport):
         target.write(0, self.sent[place["key"]])
 
     @classmethod
-    def routes(cls, place, relays):
-        return [{**place, "relay": relay} for relay in relays]
+    def routes(cls, part, relays):
+        return [replace(part, place={**part.place, "relay": relay}) for relay in relays]
 
 
 @pytest.mark.parametrize("payload", ["full", "delta"])

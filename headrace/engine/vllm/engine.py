@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -331,7 +332,7 @@ class VllmEngine:
         self._staged.receive(update, lambda incoming: self._sync.receive(update, incoming))
 
     async def _exchange(self, update: WeightUpdate, interrupt: Interrupt) -> None:
-        await asyncio.to_thread(self._prepare)
+        await asyncio.to_thread(self._prepare, update)
         try:
             await self._handover.offer(self.api)
         except VllmRefused as error:
@@ -349,10 +350,11 @@ class VllmEngine:
             await self._resume()
         await self._handover.retire(self.api, {call.adapter for call in self._running.values()})
 
-    def _prepare(self) -> None:
+    def _prepare(self, update: WeightUpdate) -> None:
         """The next update overwrites the weights that the server has now."""
         self._staged.exchange()
-        self._handover.prepare(saved_form(self._model) if self._trains is None else self._staged.arena.views)
+        name = f"{update.version}-{hashlib.sha256(update.manifest.checksums.tobytes()).hexdigest()[:16]}"
+        self._handover.prepare(saved_form(self._model) if self._trains is None else self._staged.arena.views, name=name)
 
     # What it cannot do
 

@@ -7,6 +7,7 @@ Adapters go through folders, each version under a name of its own.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import itertools
@@ -22,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.cuda_driver import Bytes
 from headrace.engine.vllm.api import VllmRefused
+from headrace.engine.vllm.shared_folders import SharedFolders
 from headrace.model import named_tensors
 
 if TYPE_CHECKING:
@@ -68,8 +70,9 @@ class Handover:
     async def open(self, api: VllmApi, release: str) -> None:
         """Called once, when the server is up; `release` is its vLLM version."""
 
-    def prepare(self, tensors: Tensors) -> None:
-        """Everything that can be done while the server runs. Blocks; called in a thread."""
+    def prepare(self, tensors: Tensors, *, name: str) -> None:
+        """Everything that can be done while the server runs. `name` identifies the weights among those of all engines. Blocks;
+        called in a thread."""
         raise NotImplementedError
 
     async def offer(self, api: VllmApi) -> None:
@@ -87,23 +90,26 @@ class Handover:
 
 
 class FolderHandover(Handover):
-    """Through a file in a folder, best in memory."""
+    """Through a file in a folder, best in memory. The engines of a run on one host share it: the first to have a version writes
+    it for the servers of all, and it stays until all of them have a later one."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(mode=0o700, exist_ok=True)
+        self._shared, self._prepared = SharedFolders(folder), folder
 
-    def prepare(self, tensors: Tensors) -> None:
-        save_file(dict(tensors), self._folder / "model.safetensors")
+    def prepare(self, tensors: Tensors, *, name: str) -> None:
+        self._prepared = self._shared.take(name, lambda path: save_file(dict(tensors), path / "model.safetensors"))
 
     async def hand_over(self, api: VllmApi) -> None:
-        await api.reload(str(self._folder))
+        await api.reload(str(self._prepared))
+
+    async def retire(self, api: VllmApi, used: set[str]) -> None:
+        await asyncio.to_thread(self._shared.drop_all_but, self._prepared.name)
 
     def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._shared.drop_all_but()
 
 
-class AdapterHandover(FolderHandover):
+class AdapterHandover(Handover):
     """Each version of an adapter has a folder and a name, and is loaded beside those that calls still use.
 
     vLLM could also replace an adapter in place, but 0.32 then reads its files again in every step, and for calls that began
@@ -111,12 +117,12 @@ class AdapterHandover(FolderHandover):
 
     def __init__(self, folder: Path, adapter: Adapter, *, base: str) -> None:
         """`base` is the model that the server serves."""
-        super().__init__(folder)
-        self._write, self._base = adapter.write, base
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder, self._write, self._base = folder, adapter.write, base
         self._names = (f"policy-{secrets.token_hex(4)}-{number}" for number in itertools.count())  # new to any server
         self._prepared, self._loaded, self._unused = "", list[str](), set[str]()
 
-    def prepare(self, tensors: Tensors) -> None:
+    def prepare(self, tensors: Tensors, *, name: str) -> None:
         self._prepared = next(self._names)
         self._write(self._folder / self._prepared, tensors, base=self._base)
 
@@ -142,6 +148,9 @@ class AdapterHandover(FolderHandover):
             shutil.rmtree(self._folder / name, ignore_errors=True)
         self._unused = unused
 
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
 
 class IpcHandover(Handover):
     """Through handles to GPU memory, which the server opens and copies from. It must use the GPU that has the tensors."""
@@ -155,7 +164,7 @@ class IpcHandover(Handover):
     async def open(self, api: VllmApi, release: str) -> None:
         await api.init_transfer({})
 
-    def prepare(self, tensors: Tensors) -> None:
+    def prepare(self, tensors: Tensors, *, name: str) -> None:
         """Tell the server how to rebuild each tensor. Nearly all lie in one block of memory, for which one handle is enough."""
         handles: dict[int, list[Any]] = {}
         rebuilt = []

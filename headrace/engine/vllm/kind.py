@@ -1,6 +1,6 @@
 """`engine.kind = "vllm"`: a stock vLLM server over HTTP, for models past one GPU. Which GPUs it has, and how weights get there.
 
-The trainer has the first GPU, the servers those that follow. `device` is what the run computes on: "cpu" or "cuda".
+The trainer's ranks have the first GPUs, the servers those that follow. `device` is what the run computes on: "cpu" or "cuda".
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.kind import EngineKind
 from headrace.engine.native.engine_memory import EngineMemory
-from headrace.engine.vllm.settings import PARALLEL
 from headrace.partial import Interrupt, continues_over_updates, pauses_unfinished
 from headrace.settings import ConfigError
 
@@ -71,10 +70,11 @@ class VllmKind(EngineKind):
 
     def describe(self, settings: EngineSettings, *, max_tokens: int) -> list[str]:
         vllm, count = settings.vllm, self.num_engines(settings)
+        gpus = f" of {each} GPUs each, {count * each} in all" if (each := vllm.gpus_per_server) > 1 else ""
         started = f"started here {shlex.join(vllm.command_line())}".rstrip()
         return [
             self._sizes(settings, max_tokens=max_tokens, counted="engine.vllm.urls" if vllm.urls else "engine.count"),
-            f"vllm       {count} server(s), {'running already' if vllm.urls else started}",
+            f"vllm       {count} server(s){gpus}, {'running already' if vllm.urls else started}",
         ]
 
     def check_machine(self, recipe: Recipe, *, device: str) -> None:
@@ -82,6 +82,8 @@ class VllmKind(EngineKind):
 
         cpu_cache_gigabytes()
         choose_handover(recipe, device=device)
+        if device == "cuda" and not recipe.engine.vllm.urls:
+            gpus_of(recipe, 0, count=num_gpus())
         if recipe.engine.record_routing and device == "cpu" and not recipe.engine.vllm.urls:
             told = "vLLM's CPU build does not report experts; leave it false, or set engine.kind = 'native'"
             raise ConfigError(f"engine.record_routing = true: {told}")
@@ -115,7 +117,8 @@ class VllmKind(EngineKind):
         elif not total:
             server = weights + (cpu_cache_gigabytes() << 30) + 2 * native.process
         elif "kv_cache_memory_bytes" in arguments:
-            server = weights + int(arguments["kv_cache_memory_bytes"])
+            shards = recipe.engine.vllm.gpus_per_server // int(arguments.get("data_parallel_size", 1))
+            server = weights // shards + int(arguments["kv_cache_memory_bytes"])
         else:
             share = gpu_share(recipe, 0, held=weights + native.staging, total=total)
             server = int(float(arguments.get("gpu_memory_utilization", share)) * total)
@@ -146,10 +149,11 @@ def choose_handover(recipe: Recipe, *, device: str) -> str:
         return wanted
     gpus = gpus_of(recipe, 0, count=num_gpus())
     if wanted == "auto":
-        return "ipc" if len(gpus) == 1 else "nccl"
+        is_alone = recipe.engine.count == recipe.train.parallel.ranks == 1  # otherwise one file is less than copies on GPU 0
+        return "ipc" if len(gpus) == 1 else "nccl" if is_alone else "folder"
     if wanted == "ipc" and len(gpus) > 1:
         raise ConfigError(f"{setting}: a server of {len(gpus)} GPUs cannot open the memory of one; set it to 'nccl'")
-    if wanted == "nccl" and 0 in gpus:
+    if wanted == "nccl" and gpus[0] < recipe.train.parallel.ranks:
         raise ConfigError(f"{setting}: NCCL wants a GPU for each end, and the server has the trainer's; set it to 'ipc'")
     return wanted
 
@@ -169,19 +173,18 @@ def num_gpus() -> int:
 
 
 def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
-    """The numbers of a server's GPUs, as many as its parallelism needs. If there is one GPU, trainer and servers share it."""
-    each, num_servers = 1, recipe.engine.count
-    for name in PARALLEL:
-        each *= int(recipe.engine.vllm.arguments.get(name, 1))
-    if each == 1 and count < 2:
-        return [0]
-    free = max(count - 1, 1)
+    """The numbers of a server's GPUs, as many as its parallelism needs, after those of the trainer's ranks. If none is left,
+    servers of one GPU share theirs."""
+    each, num_servers, ranks = recipe.engine.vllm.gpus_per_server, recipe.engine.count, recipe.train.parallel.ranks
+    free = count - ranks
+    if each == 1 and free < 1:
+        return [index % max(count, 1)]
     if each > 1 and each * num_servers > free:
         raise ConfigError(
-            f"engine.vllm.arguments: {num_servers} servers of {each} GPUs each and the trainer's one are more than the "
+            f"engine.vllm.arguments: {num_servers} servers of {each} GPUs each and the trainer's {ranks} are more than the "
             f"{count} there are"
         )
-    return [1 + (index * each + offset) % free for offset in range(each)]
+    return [ranks + (index * each + offset) % free for offset in range(each)]
 
 
 def visible_to(recipe: Recipe, index: int) -> str:
@@ -195,7 +198,7 @@ def gpu_share(recipe: Recipe, index: int, *, held: int, total: int) -> float:
     """A vLLM server's share of GPU memory; `held` is how many bytes its engine's process holds there."""
     firsts = [gpus_of(recipe, each, count=num_gpus())[0] for each in range(recipe.engine.count)]
     num_servers = firsts.count(firsts[index])
-    if firsts[index] == 0:  # the trainer's too
+    if firsts[index] < recipe.train.parallel.ranks:  # the trainer's too
         return round(_SHARED_GPU / num_servers, 3)
     beside = held + _CONTEXT_BYTES if choose_handover(recipe, device="cuda") == "ipc" else 0
     return round(max(_WHOLE_GPU / num_servers - beside / total, 0.0), 3)

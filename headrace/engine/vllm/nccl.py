@@ -145,7 +145,7 @@ class NcclHandover(Handover):
         told = self.init_info(await api.num_workers(), release)
         await self._together(api.init_transfer(told), self.join)
 
-    def prepare(self, tensors: Tensors) -> None:
+    def prepare(self, tensors: Tensors, *, name: str) -> None:
         self._tensors = tensors
 
     async def hand_over(self, api: VllmApi) -> None:

@@ -88,7 +88,7 @@ async def open_engine(
             )
         await try_generate(api, vocabulary, num_candidates=_most_candidates(recipe, vocabulary), routers=routers)
         handover = (
-            make_handover(way, recipe, folder=place.folder, device=place.receives_on)
+            make_handover(way, recipe, folder=place.folder.with_name(f"{place.prefix}-servers"), device=place.receives_on)
             if adapter is None
             else AdapterHandover(place.folder, adapter, base=base)
         )

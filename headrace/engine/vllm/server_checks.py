@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _TRY_SECONDS = 120.0
 _TRIED_TOKENS = 32
+_UNTRAINED = "untrained"  # of the weights that a server is started with, among those handed over
 _SAME, _NOISE = 1e-3, 4  # nats by which logprobs of the same weights may differ, plus this many times their noise
 
 
@@ -142,7 +143,7 @@ async def try_adapter(api: VllmApi, way: Handover, model: PreTrainedModel, *, ra
     layers, its interface does not say."""
     adapter = adapter_of(model)
     assert adapter is not None
-    await asyncio.to_thread(way.prepare, dict(adapter.own))
+    await asyncio.to_thread(way.prepare, dict(adapter.own), name=_UNTRAINED)
     try:
         await way.offer(api)
         await way.hand_over(api)
@@ -164,7 +165,7 @@ async def try_update(api: VllmApi, way: Handover, model: PreTrainedModel, *, ver
         return logprobs
 
     before, again = await scored("before"), await scored("again")
-    await asyncio.to_thread(lambda: way.prepare(saved_form(model)))
+    await asyncio.to_thread(lambda: way.prepare(saved_form(model), name=_UNTRAINED))
     await api.pause("keep")
     await way.hand_over(api)
     await api.resume()

@@ -67,7 +67,7 @@ class VllmSettings:
     handover: Literal["auto", "folder", "ipc", "nccl"] = field(default="auto", metadata=OPERATIONAL)
     """How new weights get into a server. `folder`: it reads files in sync.folder. `ipc`: it opens GPU memory of the engine's
     process, on the same GPU. `nccl`: they are broadcast from the trainer's GPU to its own. auto is folder for `urls` and on the
-    CPU, ipc for servers of one GPU, nccl for those of more."""
+    CPU, ipc for servers of one GPU, nccl for one server of more beside one trainer rank, otherwise folder."""
     start_seconds: float = field(default=300.0, metadata=OPERATIONAL)
     """How long a server may take to come up."""
     answer_seconds: float = field(default=120.0, metadata=OPERATIONAL)
@@ -87,6 +87,10 @@ class VllmSettings:
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: no server is started where urls names some; leave it out")
         check(0 < self.start_seconds < math.inf, "start_seconds", self.start_seconds, "a number above 0")
         check(0 < self.answer_seconds < math.inf, "answer_seconds", self.answer_seconds, "a number above 0")
+
+    @property
+    def gpus_per_server(self) -> int:
+        return math.prod(int(self.arguments.get(name, 1)) for name in PARALLEL)
 
     def identity(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Without the arguments that may change when a run is resumed."""

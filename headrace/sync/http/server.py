@@ -99,13 +99,20 @@ def authorization(token: str, challenge: str, nonce: str, path: str, wanted: str
     return f"{_SCHEME} {nonce} {proof(token, 'weights', 'GET', challenge, nonce, path, wanted)}"
 
 
+@dataclass(frozen=True)
+class LentMemory:
+    """Memory of another transport, which may reuse it as soon as the buffer is over: readers leave then."""
+
+    tensor: Tensor
+
+
 @dataclass(eq=False)
 class ServedBuffer:
     """A buffer under a key; `num_come` of its bytes have arrived. At the sender it is complete, at a relay it fills."""
 
     owner: ServedBuffers
     key: str
-    buffer: TorchBuffer
+    buffer: TorchBuffer | LentMemory
     num_bytes: int
     is_offered: bool  # whether peers may read it
     num_come: int = 0
@@ -153,13 +160,14 @@ class ServedBuffers:
         self.gone: deque[str] = deque(maxlen=_GONE_KEYS)
         self._is_closed = False
 
-    def add(self, key: str, num_bytes: int, *, is_offered: bool) -> ServedBuffer:
-        """Make a new buffer; an earlier one with the same key is freed first."""
+    def add(self, key: str, num_bytes: int, *, is_offered: bool, lent: Tensor | None = None) -> ServedBuffer:
+        """Make a new buffer, in memory of its own unless some is `lent`; an earlier one with the same key is freed first."""
         with self.changed:
             if self._is_closed:
                 raise SyncError("the transport is closed")
             self.drop(self.held.get(key))
-            made = self.held[key] = ServedBuffer(self, key, self._spare.take(num_bytes), num_bytes, is_offered)
+            buffer = self._spare.take(num_bytes) if lent is None else LentMemory(lent)
+            made = self.held[key] = ServedBuffer(self, key, buffer, num_bytes, is_offered)
             self.changed.notify_all()
             return made
 
@@ -193,7 +201,7 @@ class ServedBuffers:
                 self.reuse(buffer)
 
     def reuse(self, buffer: ServedBuffer) -> None:
-        if buffer.is_over and not buffer.num_users and not self._is_closed:
+        if isinstance(buffer.buffer, TorchBuffer) and buffer.is_over and not buffer.num_users and not self._is_closed:
             self._spare.give(buffer.buffer)
 
     def close(self) -> None:

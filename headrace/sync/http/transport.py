@@ -13,6 +13,7 @@ with every transport: an engine compares the checksums of what it has written wi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import SyncError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.records import Plain
+    from headrace.records import Part, Plain
     from headrace.sync.http.server import ServedBuffer
     from headrace.sync.transport import Target, TransportConfig
 
@@ -56,7 +57,7 @@ class HttpTransport(Transport):
 
     name = "http"
     listens = True
-    crosses_hosts = True
+    between_hosts = name
 
     def __init__(
         self,
@@ -84,8 +85,8 @@ class HttpTransport(Transport):
         return cls(token=config.token, host=config.host, **how)
 
     @classmethod
-    def routes(cls, place: Mapping[str, Plain], relays: Sequence[str]) -> list[Mapping[str, Plain]]:
-        return list(relay_places(place, relays))
+    def routes(cls, part: Part, relays: Sequence[str]) -> list[Part]:
+        return [replace(part, place=place) for place in relay_places(part.place, relays)]
 
     @property
     def relay_url(self) -> str:
@@ -100,6 +101,10 @@ class HttpTransport(Transport):
 
     def allocate(self, key: str, num_bytes: int) -> Tensor:
         return self._buffers.add(key, num_bytes, is_offered=False).bytes
+
+    def lend(self, key: str, memory: Tensor) -> None:
+        """In place of `allocate`: serve the caller's own memory, 1-D uint8, already filled."""
+        self._buffers.add(key, len(memory), is_offered=False, lent=memory)
 
     def post(self, key: str, views: Mapping[str, Tensor]) -> dict[str, Plain]:
         buffer = self._buffers.offer(key)

@@ -1,0 +1,185 @@
+"""Several vLLM servers of one run: what the trainer's ranks publish is written once, and all servers read it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from fake_vllm import Fake, serving
+from safetensors.torch import load_file
+
+from headrace.engine.vllm import handover as handover_module
+from headrace.engine.vllm.api import VllmApi
+from headrace.engine.vllm.engine import VllmEngine
+from headrace.engine.vllm.handover import FolderHandover
+from headrace.engine.vllm.shared_folders import SharedFolders
+from headrace.model import ShardedWeights, StagedWeights, lay_out
+from headrace.model.load import load_model
+from headrace.model.weights import describe, named_tensors
+from headrace.observe import Timeline
+from headrace.records import WeightUpdate
+from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport
+
+SERVERS, RANKS = 3, 2
+
+
+class Reader(Fake):
+    """Reads what it is told to reload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[str, torch.Tensor] = {}
+        self.folders: list[str] = []
+
+    async def _call(self, request):
+        if request.path == "/collective_rpc":
+            self.folders.append((await request.json())["kwargs"]["weights_path"])
+            self.read = load_file(Path(self.folders[-1]) / "model.safetensors")
+        return await super()._call(request)
+
+
+@pytest.fixture
+def written(monkeypatch) -> list[Path]:
+    """Every file of weights that is written for servers."""
+    save, paths, lock = handover_module.save_file, [], threading.Lock()
+
+    def saved(tensors, path):
+        save(tensors, path)
+        with lock:
+            paths.append(path)
+
+    monkeypatch.setattr(handover_module, "save_file", saved)
+    return paths
+
+
+def share(weights: dict[str, torch.Tensor], rank: int) -> ShardedWeights:
+    """Of each tensor a rank has one half, cut at a multiple of 8 elements."""
+    ranges = []
+    for name, tensor in weights.items():
+        half = tensor.numel() // 2 // 8 * 8
+        start, stop = (0, half) if rank == 0 else (half, tensor.numel())
+        if start < stop:
+            ranges.append((name, start, stop, tensor.reshape(-1)[start:stop]))
+    return ShardedWeights(lay_out(describe(weights)), ranges)
+
+
+def test_what_ranks_publish_is_written_once_for_all_servers(tiny_model, tmp_path, written):
+    folder = tmp_path / "servers"
+    config = TransportConfig("shared_memory", str(tmp_path), "headrace-t", "127.0.0.1", "t" * 32, 30.0)
+
+    def sync(name: str, *, is_sender: bool) -> WeightSync:
+        return WeightSync(Lineage("life"), make_transport(config, is_sender=is_sender, device="cpu"), name=name)
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            fakes = [Reader() for _ in range(SERVERS)]
+            engines = []
+            for index, fake in enumerate(fakes):
+                api, model = VllmApi(await stack.enter_async_context(serving(fake))), load_model(tiny_model)
+                receiving = sync(f"engine-{index}", is_sender=False)
+                stack.callback(receiving.close)
+                engines.append(
+                    VllmEngine(
+                        api,
+                        await api.about(),
+                        name=f"engine-{index}",
+                        **{"slots": 2, "context": 64, "vocabulary": 200},
+                        model=model,
+                        staged=StagedWeights(model, in_place=False),
+                        sync=receiving,
+                        handover=FolderHandover(folder),
+                        timeline=Timeline("engine"),
+                    )
+                )
+                stack.push_async_callback(engines[-1].close)
+            ranks = [sync(f"trainer-{rank}", is_sender=True) for rank in range(RANKS)]
+            for rank in ranks:
+                stack.callback(rank.close)
+            weights = {name: tensor.clone() for name, tensor in named_tensors(load_model(tiny_model))}
+            for version in range(3):
+                for tensor in weights.values():
+                    tensor += 0.01
+                offered = [rank.offer(version, share(weights, place)) for place, rank in enumerate(ranks)]
+                update = WeightUpdate.join(offered)
+                assert len(update.parts) == RANKS
+                await asyncio.gather(*(engine.load(update) for engine in engines))
+                for rank in ranks:
+                    rank.release(update)
+                assert len(written) == version + 1, "one file for all servers"
+                size = written[-1].stat().st_size
+                assert size < 1.05 * update.manifest.total_bytes
+                assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) == size, "and no older one"
+                assert {fake.folders[-1] for fake in fakes} == {str(written[-1].parent)}
+                for fake in fakes:
+                    assert all(torch.equal(fake.read[name], tensor) for name, tensor in weights.items() if name in fake.read)
+                    assert len(fake.read) >= len(weights) - 1, "all but a tied one"
+            late = engines[0]
+            late.version -= 1
+            await late.load(update)
+            assert len(written) == 3, "an engine that comes later finds it"
+        assert not folder.exists()
+
+    asyncio.run(main())
+
+
+def test_a_folder_stays_while_a_process_uses_it(tmp_path):
+    one, other = SharedFolders(tmp_path / "all"), SharedFolders(tmp_path / "all")
+    names: list[str] = []
+    write = lambda path: names.append(path.name)  # noqa: E731
+    first = one.take("1", write)
+    assert other.take("1", write) == first and names == ["1"]
+    second = one.take("2", write)
+    one.drop_all_but("2")
+    assert first.exists() and second.exists()
+    other.take("2", write)
+    other.drop_all_but("2")
+    assert not first.exists() and names == ["1", "2"]
+    one._used.pop("2").close()  # as when its process is killed
+    other.drop_all_but()
+    assert not (tmp_path / "all").exists()
+
+
+def test_what_fails_to_be_written_is_written_by_the_next(tmp_path):
+    one, other = SharedFolders(tmp_path / "all"), SharedFolders(tmp_path / "all")
+
+    def fails(path: Path) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        one.take("1", fails)
+    other.take("1", lambda path: (path / "file").touch())
+    assert one.take("1", fails) / "file" in list((tmp_path / "all" / "1").iterdir())
+
+
+def test_processes_that_take_and_drop_at_once_never_lose_what_they_use(tmp_path):
+    """Threads with locks of their own stand for processes."""
+    lost: list[str] = []
+
+    def work(number: int) -> None:
+        folders = SharedFolders(tmp_path / "all")
+        for step in range(60):
+            name = str((step + number) // 3)
+            path = folders.take(name, lambda path: (path / "file").write_text(path.name))
+            folders.drop_all_but(name)
+            if (path / "file").read_text() != name:
+                lost.append(name)
+        folders.drop_all_but()
+
+    failures: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures and not lost and not (tmp_path / "all").exists()
