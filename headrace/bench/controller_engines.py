@@ -14,9 +14,15 @@ from headrace.bench.child import Child
 from headrace.bench.emulated import EmulatedScorer
 from headrace.bench.harness import Row
 from headrace.bench.many_engines import TOKEN
-from headrace.bench.stubs import StartObserver, StubTrainer, make_session
+from headrace.bench.stubs import StubStore, StubTrainer
+from headrace.config import make_recipe
 from headrace.engine import EnginePool, RemoteEngine
+from headrace.envs import PromptEncoder, SingleTurn
+from headrace.launch import UserInputs, open_tasks
+from headrace.model import build_tokenizer
+from headrace.observe import Observer
 from headrace.rpc import Listener, Peer, StreamClosed
+from headrace.run import POLICY, Roles, Session, make_canary
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
@@ -145,18 +151,44 @@ async def _read(peer: Peer) -> None:
 
 async def _train(crowd: Crowd, pool: EnginePool) -> dict[str, float]:
     versions = crowd.rollouts // crowd.batch
-    settings = {
-        "steps": versions,
-        "sampling.max_tokens": crowd.most,
-        "model.context": crowd.most + 1000,
-        "engine": {"slots": crowd.slots, "count": crowd.engines},
-        "staleness.max_lag": versions,  # submission runs ahead by all that is in flight
-        "buffer.max_gb": 64.0,
-        "train": {"batch": crowd.batch, "group_size": 8},
-    }
-    trainer, observer = _CountingTrainer(Lineage.new()), StartObserver()
-    reward, num_tasks = EmulatedScorer(0.0), crowd.rollouts // 8
-    session = make_session(settings, pool, trainer, observer, reward=reward, num_tasks=num_tasks)
+    recipe = make_recipe(
+        {
+            "steps": versions,
+            "sampling": {"max_tokens": crowd.most},
+            "model": {"context": crowd.most + 1000},
+            "engine": {"slots": crowd.slots, "count": crowd.engines},
+            "staleness": {"max_lag": versions},  # submission runs ahead by all that is in flight
+            "buffer": {"max_gb": 64.0},
+            "train": {"batch": crowd.batch, "group_size": 8},
+            "checkpoint": {"every": versions},
+            "observe": {"keep_rollouts_every": 0},
+            "sync": {"canary_limit": 1e9},  # a stub has no logprobs
+        }
+    )
+    lineage, encoder, observer = Lineage.new(), PromptEncoder(build_tokenizer()), _StartObserver()
+    trainer = _CountingTrainer(lineage)
+    rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}]} for number in range(crowd.rollouts // 8)]
+    roles = Roles(
+        engine=pool,
+        trainers={POLICY: trainer},
+        scorer=EmulatedScorer(0.0),
+        environment=SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
+        canary=make_canary(encoder.encode("canary")),
+        stop_ids=(1,),
+        services=(),
+    )
+    session = Session(
+        recipe=recipe,
+        roles=roles,
+        lineage=lineage,
+        observer=observer,
+        store=StubStore(),  # type: ignore[arg-type]
+        held_out={},
+        command_started=time.perf_counter(),
+        identity="bench",
+    )
     await session.train()
     spent = time.thread_time() - observer.started
     assert trainer.num_rollouts == crowd.rollouts == session.policy.ledger.counts()["trained"]
@@ -167,3 +199,13 @@ async def _train(crowd: Crowd, pool: EnginePool) -> dict[str, float]:
         "memory": trainer.memory[-1] / 1e9,
         "growth": max(trainer.memory[len(trainer.memory) // 2 :]) / half,
     }
+
+
+class _StartObserver(Observer):
+    """Records the thread's CPU time when the loops start."""
+
+    started = 0.0
+
+    def start(self) -> None:
+        super().start()
+        self.started = time.thread_time()

@@ -14,16 +14,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from headrace.bench.emulated_engines import EmulatedCluster
-from headrace.bench.stubs import StubTrainer, make_session
+from headrace.bench.stubs import StubStore, StubTrainer
 from headrace.bench.virtual_time import run_virtually
+from headrace.config import make_recipe
+from headrace.envs import PromptEncoder, SingleTurn
+from headrace.launch import UserInputs, open_tasks
+from headrace.model import build_tokenizer
 from headrace.observe import Observer
 from headrace.records import Scored
+from headrace.run import POLICY, Roles, Session, make_canary
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.bench.emulated_load import Load
+    from headrace.config import Recipe
     from headrace.observe import Timeline
     from headrace.records import Batch, Episode, WeightUpdate
     from headrace.score import Sums
@@ -51,25 +57,54 @@ class Measured:
 
 def emulate(load: Load, settings: dict[str, Any]) -> Measured:
     """Run all versions of a load with these settings."""
-    return run_virtually(_emulate(load, settings))
+    return run_virtually(_emulate(load, _recipe(load, settings)))
 
 
-async def _emulate(load: Load, settings: dict[str, Any]) -> Measured:
-    observer = Observer()
+def _recipe(load: Load, settings: dict[str, Any]) -> Recipe:
+    return make_recipe(
+        {
+            **settings,
+            "steps": load.steps,
+            "deadline": 1e5,
+            "sampling.max_tokens": load.max_tokens,
+            "model.context": 2 * load.max_tokens,
+            "engine.slots": load.slots,
+            "engine.count": load.engines,
+            "train.batch": load.batch,
+            "train.group_size": load.group_size,
+            "checkpoint.every": load.steps,
+            "observe.keep_rollouts_every": 0,
+            "sync.canary_limit": 1e9,  # a stub has no logprobs
+        }
+    )
+
+
+async def _emulate(load: Load, recipe: Recipe) -> Measured:
+    lineage, observer, encoder = Lineage.new(), Observer(), PromptEncoder(build_tokenizer())
     cluster = EmulatedCluster(load, observer.timeline("engine"))
-    trainer = EmulatedTrainer(Lineage.new(), cluster, observer.timeline("trainer"))
-    sizes = {
-        "steps": load.steps,
-        "deadline": 1e5,
-        "sampling.max_tokens": load.max_tokens,
-        "model.context": 2 * load.max_tokens,
-        "engine.slots": load.slots,
-        "engine.count": load.engines,
-        "train.batch": load.batch,
-        "train.group_size": load.group_size,
-    }
-    reward = EmulatedScorer(load.score_seconds)
-    session = make_session({**settings, **sizes}, cluster, trainer, observer, reward=reward, num_tasks=256)
+    trainer = EmulatedTrainer(lineage, cluster, observer.timeline("trainer"))
+    rows = [{"prompt": [{"role": "user", "content": f"{number:04d}"}], "answer": str(number)} for number in range(256)]
+    roles = Roles(
+        engine=cluster,
+        trainers={POLICY: trainer},
+        scorer=EmulatedScorer(load.score_seconds),
+        environment=SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
+        canary=make_canary(encoder.encode("canary")),
+        stop_ids=(1,),
+        services=(),
+    )
+    session = Session(
+        recipe=recipe,
+        roles=roles,
+        lineage=lineage,
+        observer=observer,
+        store=StubStore(),  # type: ignore[arg-type]
+        held_out={},
+        command_started=0.0,
+        identity="bench",
+    )
     await session.train()
     return _measured(load, trainer.trained, wasted=session.policy.wasted_tokens)
 

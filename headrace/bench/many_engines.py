@@ -153,4 +153,9 @@ class _Crowd:
 
 
 def child(asked: dict[str, Any], _: Iterator[Any]) -> Iterator[Any]:
-    yield asyncio.run(_Crowd(**asked["crowd"]).run(asked["address"], engines=asked["engines"], slots=asked["slots"]))
+    crowd = asked["crowd"]
+    yield asyncio.run(_run(crowd, asked["address"], engines=asked["engines"], slots=asked["slots"]))
+
+
+async def _run(crowd: dict[str, int], address: str, *, engines: int, slots: int) -> dict[str, int]:
+    return await _Crowd(**crowd).run(address, engines=engines, slots=slots)

@@ -5,34 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from headrace.algorithms import PROXIMAL
 from headrace.bench.loads import finished
-from headrace.config import make_recipe
 from headrace.engine import EngineState, InFlight
-from headrace.envs import PromptEncoder, SingleTurn
-from headrace.launch import UserInputs, open_tasks
-from headrace.model import build_tokenizer
-from headrace.observe import Observer
 from headrace.partial import Interrupt
 from headrace.records import Rollout, Sampling, WeightUpdate
-from headrace.run import POLICY, Roles, Run, Session, fewer_gc_pauses, leg, make_canary, run_loops
-from headrace.score import RewardFunction, RewardScorer
+from headrace.run import POLICY, Roles, Run, fewer_gc_pauses, leg, run_loops
 from headrace.trainer import Published
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
     from headrace.config import Recipe
     from headrace.durable import Fingerprints
     from headrace.engine import Engine, Increment
+    from headrace.observe import Observer
     from headrace.records import Array, Batch
     from headrace.run import PolicyState, StartedBatch
-    from headrace.score import Scorer
     from headrace.sync import Lineage
 
     AnyRun = TypeVar("AnyRun", bound=Run)
@@ -161,7 +155,7 @@ class StubTrainer:
 
     def __init__(self, lineage: Lineage, *, is_inline: bool = True) -> None:
         """`is_inline`: whether it behaves like a trainer in the launcher's process."""
-        self.lineage, self.is_inline = lineage, is_inline
+        self._lineage, self.is_inline = lineage, is_inline
         self.num_steps = self.num_passes = self.num_rollouts = 0
 
     async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
@@ -173,7 +167,7 @@ class StubTrainer:
         return {"loss": 0.0, "mismatch": 0.0, "mismatch_max": 0.0}
 
     async def publish(self, version: int, *, canary: Batch, whole: bool = False) -> Published:
-        update = WeightUpdate(policy="policy", lineage=self.lineage.id, version=version)
+        update = WeightUpdate(policy="policy", lineage=self._lineage.id, version=version)
         return Published(update, np.zeros(1, dtype=np.float32))
 
     async def save(self, folder: Path) -> Fingerprints:
@@ -184,66 +178,6 @@ class StubTrainer:
 
 class StubStore:
     save = _nothing
-
-
-class StartObserver(Observer):
-    """Records the thread's CPU time when the loops start."""
-
-    started = 0.0
-
-    def start(self) -> None:
-        super().start()
-        self.started = time.thread_time()
-
-
-def make_roles(
-    recipe: Recipe,
-    engine: Engine,
-    trainer: StubTrainer,
-    *,
-    reward: Callable[..., float] | Scorer,
-    rows: Sequence[Mapping[str, Any]],
-    **more: Any,  # noqa: ANN401  (other fields of `Roles`)
-) -> Roles:
-    """The roles of a run of single-turn tasks. `reward`: a function, or what scores in its place."""
-    encoder, scorer = PromptEncoder(build_tokenizer()), cast("Any", reward)
-    if not hasattr(reward, "score"):
-        scorer = RewardScorer([(RewardFunction(scorer), 1.0)], decode=encoder.decode, settings=recipe.reward)
-    usual = {"trainers": {POLICY: trainer}, "environment": SingleTurn(), "stop_ids": (1,), "services": ()}
-    return Roles(
-        engine=engine,
-        scorer=scorer,
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=list(rows))),
-        canary=make_canary(encoder.encode("canary")),
-        **{**usual, **more},
-    )
-
-
-def make_session(
-    settings: dict[str, Any],
-    engine: Engine,
-    trainer: StubTrainer,
-    observer: Observer,
-    *,
-    reward: Callable[..., float] | Scorer,
-    num_tasks: int,
-    **more: Any,  # noqa: ANN401  (other fields of `Roles`)
-) -> Session:
-    """A whole session without evaluations and checkpoints. `settings`: of its recipe."""
-    rare = {"checkpoint.every": settings["steps"], "observe.keep_rollouts_every": 0}
-    recipe = make_recipe({**settings, **rare, "sync.canary_limit": 1e9})  # a stub has no logprobs
-    rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}], "answer": str(number)} for number in range(num_tasks)]
-    return Session(
-        recipe=recipe,
-        roles=make_roles(recipe, engine, trainer, reward=reward, rows=rows, **more),
-        lineage=trainer.lineage,
-        observer=observer,
-        store=StubStore(),  # type: ignore[arg-type]
-        held_out={},
-        command_started=time.perf_counter(),
-        identity="bench",
-    )
 
 
 def make_run(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from headrace.engine.native.kind import NativeKind
 from headrace.engine.vllm.kind import VllmKind
 from headrace.engine.vllm.settings import VllmSettings
-from headrace.settings import ELASTIC, OPERATIONAL, ConfigError, check, check_least, to_dict
+from headrace.settings import ELASTIC, OPERATIONAL, ConfigError, check, to_dict
 
 if TYPE_CHECKING:
     from headrace.config import Recipe
@@ -89,8 +89,11 @@ class EngineSettings:
     vllm: VllmSettings = field(default_factory=VllmSettings)
 
     def __post_init__(self) -> None:
-        check_least(1, self, "count", "slots", "block_size")
-        check_least(0, self, "threads", "restarts")
+        check(self.count >= 1, "count", self.count, "≥ 1")
+        check(self.threads >= 0, "threads", self.threads, "≥ 0")
+        check(self.restarts >= 0, "restarts", self.restarts, "≥ 0")
+        check(self.slots >= 1, "slots", self.slots, "≥ 1")
+        check(self.block_size >= 1, "block_size", self.block_size, "≥ 1")
         num_servers = len(self.vllm.urls)
         if num_servers and self.count not in (1, num_servers):
             names = f"engine.vllm.urls names {num_servers} server(s), one engine each"

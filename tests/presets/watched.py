@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from helpers import SMALL, length_reward, small_run
+from stubbed import make_roles
 
-from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_roles, make_run
+from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_run
 from headrace.config import make_recipe
 from headrace.engine import InFlight
 from headrace.observe import Observer
@@ -225,8 +226,8 @@ def simulate(
     recipe = make_recipe({**SMALL, **_settings(name, changes)})
     watched, lineage = Watched(), Lineage.new()
     trainer = TurnsTrainer(lineage, turns=step_turns)
-    rows = [{"prompt": str(number)} for number in range(2000)]
-    roles = make_roles(recipe, TailEngine(longest=recipe.sampling.max_tokens), trainer, reward=reward, rows=rows)
+    prompts = [str(number) for number in range(2000)]
+    roles = make_roles(recipe, TailEngine(longest=recipe.sampling.max_tokens), trainer, reward=reward, prompts=prompts)
 
     async def after_version(policy: PolicyState) -> None: ...
 

@@ -6,9 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from stubbed import make_roles
 
 from headrace.bench.controller import trivial
-from headrace.bench.stubs import InstantEngine, StubTrainer, make_roles
+from headrace.bench.stubs import InstantEngine, StubTrainer
 from headrace.config import make_recipe
 from headrace.observe import Observer
 from headrace.run import POLICY, Run, leg, run_loops
@@ -45,8 +46,7 @@ async def until_still(run: Run, policy: PolicyState) -> None:
 
 
 def make_run(recipe: Recipe, trainer: StuckTrainer, lineage: Lineage, **more: Any) -> Run:
-    rows = [{"prompt": "12345"}]
-    roles = make_roles(recipe, InstantEngine(tokens=TOKENS), trainer, reward=trivial, rows=rows, **more)
+    roles = make_roles(recipe, InstantEngine(tokens=TOKENS), trainer, reward=trivial, prompts=["12345"], **more)
 
     async def after_version(policy: PolicyState) -> None: ...
 

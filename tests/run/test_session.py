@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from stubbed import make_roles
 
-from headrace.bench.stubs import InstantEngine, StubTrainer, make_roles
+from headrace.bench.stubs import InstantEngine, StubTrainer
 from headrace.config import make_recipe
 from headrace.durable import seal
 from headrace.observe import Observer
@@ -92,8 +93,8 @@ def make_session(folder: Path, *, later: int, **settings: Any) -> tuple[Session,
     )
     lineage = Lineage.new()
     trainer = Trainer(lineage, later=later)
-    rows = [{"prompt": str(number)} for number in range(7)]
-    roles = make_roles(recipe, InstantEngine(tokens=3), trainer, reward=length, rows=rows)
+    prompts = [str(number) for number in range(7)]
+    roles = make_roles(recipe, InstantEngine(tokens=3), trainer, reward=length, prompts=prompts)
     store = CheckpointStore(folder / "checkpoints", rescue=folder / "rescue", keep=10, in_threads=True)
     session = Session(
         recipe=recipe,

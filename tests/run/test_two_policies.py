@@ -6,8 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from stubbed import make_roles
 
-from headrace.bench.stubs import StubTrainer, make_roles
+from headrace.bench.stubs import StubTrainer
 from headrace.config import make_recipe
 from headrace.engine import EngineState
 from headrace.observe import Observer
@@ -93,7 +94,7 @@ class Trainer(StubTrainer):
 
     async def publish(self, version: int, *, canary: Batch, whole: bool = False) -> Published:
         assert canary.rollouts[0].policy == self.policy
-        update = WeightUpdate(policy=self.policy, lineage=self.lineage.id, version=version)
+        update = WeightUpdate(policy=self.policy, lineage=self._lineage.id, version=version)
         return Published(update, np.zeros(1, dtype=np.float32))
 
 
@@ -115,7 +116,7 @@ def test_two_policies_train_over_one_engine_and_never_on_each_others_tokens():
     lineage, engine = Lineage.new(), Engine()
     trainers = {"red": Trainer("red", lineage, is_inline=True), "blue": Trainer("blue", lineage, is_inline=False)}
     versions: dict[str, list[int]] = {"red": [], "blue": []}
-    rows = [{"prompt": str(number)} for number in range(7)]
+    prompts = [str(number) for number in range(7)]
 
     async def after_version(policy: PolicyState) -> None:
         versions[policy.name].append(policy.version)
@@ -123,7 +124,7 @@ def test_two_policies_train_over_one_engine_and_never_on_each_others_tokens():
     async def main() -> Run:
         run = Run(
             recipe,
-            make_roles(recipe, engine, trainers["red"], trainers=trainers, reward=length, rows=rows),
+            make_roles(recipe, engine, trainers["red"], trainers=trainers, reward=length, prompts=prompts),
             lineage=lineage,
             observer=Observer(),
             on_trained=lambda *_: None,

@@ -8,8 +8,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from stubbed import make_roles
 
-from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_roles, make_run
+from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_run
 from headrace.bench.virtual_time import run_virtually
 from headrace.config import make_recipe
 from headrace.observe import Observer
@@ -71,7 +72,7 @@ def simulate(*, engine: TimedEngine, train: float, versions: int, at: Any = None
             **{"train": {"batch": 16, "group_size": 2}, "sync": {"canary_limit": 1e9}, **settings},
         }
     )
-    rows = [{"prompt": str(number)} for number in range(7)]
+    prompts = [str(number) for number in range(7)]
     depths: list[float] = []
 
     async def after_version(policy: PolicyState) -> None:
@@ -85,7 +86,7 @@ def simulate(*, engine: TimedEngine, train: float, versions: int, at: Any = None
     async def main() -> tuple:
         lineage = Lineage.new()
         trainer = TimedTrainer(lineage, train)
-        roles = make_roles(recipe, engine, trainer, reward=constant, rows=rows)
+        roles = make_roles(recipe, engine, trainer, reward=constant, prompts=prompts)
         run = make_run(Run, recipe, roles, lineage, Observer(), versions=versions, after_version=after_version)
         await drive(run, on_end=nothing)
         return run, trainer, depths
