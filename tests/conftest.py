@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
+import inspect
 import os
 import shutil
 import subprocess
@@ -23,6 +26,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before anything imports Triton
 
+_ASYNC_SECONDS = 600
+"""Of an async test: long enough for any on a slow machine, so that only one that hangs is ended."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes come first: two workers then end at about the same time."""
@@ -38,6 +44,24 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # Triton complains about objects that outlive it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs async tests. What a fixture opens, an async context manager, is entered in the event loop of the test."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def main() -> None:
+        async with asyncio.timeout(_ASYNC_SECONDS), contextlib.AsyncExitStack() as stack:
+            given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+            for name, value in given.items():
+                if isinstance(value, contextlib.AbstractAsyncContextManager):
+                    given[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(**given)
+
+    asyncio.run(main())
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ to μ if none does.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,42 +37,24 @@ class CorrectedTokens(RolloutTokens):
     floor: float = 0.5
     limit: float = 0.04
 
-    def truncated(self, log_ratio: Tensor) -> Tensor:
-        return ratio_of(log_ratio).clamp_max(self.cap)
 
-    def masked(self, log_ratio: Tensor) -> Tensor:
-        ratio = ratio_of(log_ratio)
-        return torch.where((ratio >= self.floor) & (ratio <= self.cap), ratio, 0.0)
+_OVER: dict[str, Callable[[CorrectedTokens], Tensor]] = {
+    "": lambda tokens: tokens.log_ratio,
+    "sequence_": lambda tokens: tokens.sequence_sum(tokens.log_ratio),
+    "geometric_": lambda tokens: tokens.sequence_mean(tokens.log_ratio),
+}
+"""What stands for ρ: the token's own, the product Π ρ over its rollout, or (Π ρ)^(1/T) over the rollout's T trained tokens."""
 
 
-def tis(tokens: CorrectedTokens) -> Tensor:
+def _truncated(name: str, tokens: CorrectedTokens) -> Tensor:
     """TIS: min(ρ, cap)."""
-    return tokens.truncated(tokens.log_ratio)
+    return ratio_of(_OVER[name](tokens)).clamp_max(tokens.cap)
 
 
-def mis(tokens: CorrectedTokens) -> Tensor:
+def _masked(name: str, tokens: CorrectedTokens) -> Tensor:
     """MIS, IcePop: ρ where floor ≤ ρ ≤ cap, else 0."""
-    return tokens.masked(tokens.log_ratio)
-
-
-def sequence_tis(tokens: CorrectedTokens) -> Tensor:
-    """Sequence TIS: min(Π ρ, cap), the product over the rollout."""
-    return tokens.truncated(tokens.sequence_sum(tokens.log_ratio))
-
-
-def sequence_mis(tokens: CorrectedTokens) -> Tensor:
-    """Sequence MIS: Π ρ over the rollout where floor ≤ Π ρ ≤ cap, else 0."""
-    return tokens.masked(tokens.sequence_sum(tokens.log_ratio))
-
-
-def geometric_tis(tokens: CorrectedTokens) -> Tensor:
-    """Geometric TIS: min((Π ρ)^(1/T), cap) over the rollout's T trained tokens."""
-    return tokens.truncated(tokens.sequence_mean(tokens.log_ratio))
-
-
-def geometric_mis(tokens: CorrectedTokens) -> Tensor:
-    """Geometric MIS: (Π ρ)^(1/T) where it lies between floor and cap, else 0."""
-    return tokens.masked(tokens.sequence_mean(tokens.log_ratio))
+    ratio = ratio_of(_OVER[name](tokens))
+    return torch.where((ratio >= tokens.floor) & (ratio <= tokens.cap), ratio, 0.0)
 
 
 def opsm(tokens: CorrectedTokens) -> Tensor:
@@ -104,10 +87,11 @@ def trust_region(tokens: CorrectedTokens) -> Tensor:
     return (tokens.log_ratio.square() <= tokens.limit).to(tokens.log_ratio.dtype)
 
 
-_ALL = tis, mis, sequence_tis, sequence_mis, geometric_tis, geometric_mis, opsm, m2po, prefix, trust_region
 CORRECTIONS: dict[str, Callable[[CorrectedTokens], Tensor]] = {
-    **{correction.__name__: correction for correction in _ALL},
-    "icepop": mis,
+    **{f"{over}tis": functools.partial(_truncated, over) for over in _OVER},
+    **{f"{over}mis": functools.partial(_masked, over) for over in _OVER},
+    "icepop": functools.partial(_masked, ""),
+    **{correction.__name__: correction for correction in (opsm, m2po, prefix, trust_region)},
 }
 
 

@@ -1,4 +1,4 @@
-"""Presets as text: `headrace presets`, and the table of docs/presets.md."""
+"""Presets as text: `headrace presets`; docs/presets.md has the same table."""
 
 from __future__ import annotations
 
@@ -83,8 +83,3 @@ def show_preset(name: str) -> str:
 
 def _table(rows: Mapping[str, str], width: int) -> list[str]:
     return [f"  {left.ljust(width)}  {right}" for left, right in rows.items()]
-
-
-def page_row(name: str) -> str:
-    """The preset's row of the table in docs/presets.md."""
-    return f"| `{name}` | {' | '.join(axes(PRESETS[name]))} |"

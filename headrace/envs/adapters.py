@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(NamedTuple):
     """One package."""
 
-    package: str
-    """As pip names it."""
-    extra: str
-    """Of headrace, that installs it; "" if the adapter does without the package."""
-    how: str
-    """What to write in a recipe."""
-    how_in_0_1: str = ""
-    """The same for version 0.1, if that is another."""
-
-    @property
-    def version(self) -> str:
-        """That is installed; "" if none is."""
-        try:
-            return importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
+    package: str  # as pip names it
+    extra: str  # of headrace, that installs it; "" if the adapter does without the package
+    how: str  # what to write in a recipe
+    how_in_0_1: str = ""  # the same for version 0.1, if that is another
 
 
 def _environment(name: str, options: str) -> str:
@@ -50,8 +38,11 @@ ADAPTERS = (
 def list_adapters() -> list[str]:
     """A line for each: package, installed version, how to name it, or how to install it."""
     lines = []
-    for adapter in ADAPTERS:
-        fix = "" if adapter.version or not adapter.extra else f"  (pip install headrace[{adapter.extra}])"
-        how = adapter.how_in_0_1 if adapter.how_in_0_1 and adapter.version.startswith("0.1.") else adapter.how
-        lines.append(f"{adapter.package:<14} {adapter.version or 'missing':<9} {how}{fix}")
+    for package, extra, how, how_in_0_1 in ADAPTERS:
+        version = ""
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+        fix = "" if version or not extra else f"  (pip install headrace[{extra}])"
+        shown = how_in_0_1 if how_in_0_1 and version.startswith("0.1.") else how
+        lines.append(f"{package:<14} {version or 'missing':<9} {shown}{fix}")
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
@@ -151,11 +152,8 @@ class FunctionAgent(AgentEnvironment):
     async def act(self, session: Session) -> object:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(session)
-        thread = UserThread(f"agent {self.name}")
-        try:
+        with contextlib.closing(UserThread(f"agent {self.name}")) as thread:
             result = await thread.call(self._function, session)
-        finally:
-            thread.close()
         return await cast("Awaitable[object]", result) if inspect.isawaitable(result) else result
 
 

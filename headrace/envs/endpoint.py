@@ -74,7 +74,7 @@ class Endpoint(LoopServer):
     @contextlib.contextmanager
     def admits(self, session: Session) -> Iterator[None]:
         """Answers to the session's key while the block runs."""
-        name = _digest(session.api_key)
+        name = digest_of(session.api_key)
         self._sessions[name] = session, Responses()
         try:
             yield
@@ -93,7 +93,7 @@ class Endpoint(LoopServer):
             return error_response(error)
 
     def _open(self, request: web.Request) -> tuple[Session, Responses]:
-        found = self._sessions.get(_digest(bearer(request)))
+        found = self._sessions.get(digest_of(bearer(request)))
         if found is None:
             raise ApiError(401, "the key is that of no episode which runs", code="invalid_api_key")
         return found
@@ -233,6 +233,6 @@ def _usage(reply: Reply) -> dict[str, int]:
     return {"prompt_tokens": reply.num_prompt, "completion_tokens": reply.num_sampled, "total_tokens": total}
 
 
-def _digest(key: str) -> bytes:
+def digest_of(key: str) -> bytes:
     """Keys are looked up by their hashes, so that the time of a look-up tells nothing of them."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +104,8 @@ class HostedEnvironment:
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
         current = self._current
         if current is None:
-            maker = UserThread("environment")
-            try:
+            with contextlib.closing(UserThread("environment")) as maker:
                 current = self._current = await maker.call(self._make)
-            finally:
-                maker.close()
         try:
             return await current.run(task, client)
         except BaseException:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import hashlib
 import itertools
 import logging
 import secrets
@@ -19,6 +18,7 @@ from aiohttp import web
 
 from headrace.engine import ApiError, Body, LoopServer, bad, bearer, check_token_ids, error_response, read_body, read_stops
 from headrace.envs.client import EngineClient
+from headrace.envs.endpoint import SAMPLED_BY_THE_RUN, digest_of
 from headrace.envs.sampled_sequences import SampledSequences
 from headrace.envs.scored_groups import read_groups
 from headrace.records import Rollout, Source
@@ -38,14 +38,13 @@ _MOST_SAMPLES = 1024
 _REMEMBERED_GROUPS = 4096
 _MOST_ENVIRONMENTS = 1024  # of a sender
 _LONGEST_NAME = 256
-_SAMPLED_BY_THE_RUN = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), (...,))
 
 
 class Sender:
     """Who holds one of the tokens: it pushes what was sampled for it, and nobody else does."""
 
     def __init__(self, token: str, *, max_tokens: int) -> None:
-        self.digest = _digest(token)
+        self.digest = digest_of(token)
         self.sampled = SampledSequences(max_tokens)
         self.refused = Counter[str]()
         """Pushes, by what was wrong with them."""
@@ -113,7 +112,7 @@ class PushServer(LoopServer):
             return error_response(error)
 
     def _sender(self, request: web.Request) -> Sender:
-        sender = self._senders.get(_digest(bearer(request) or _password(request)))
+        sender = self._senders.get(digest_of(bearer(request) or _password(request)))
         if sender is None:
             raise ApiError(401, "the token is none of HEADRACE_PUSH_TOKENS", code="invalid_api_key")
         return sender
@@ -135,7 +134,7 @@ class PushServer(LoopServer):
         count = body.number("n", 1, low=1, high=_MOST_SAMPLES)
         most = body.number("max_tokens", _MOST, low=1, high=_MOST)
         stops = read_stops(body.take("stop"))
-        body.end({**_SAMPLED_BY_THE_RUN, "logprobs": (0, 1), "model": (...,), "stream": (False,)})
+        body.end({**SAMPLED_BY_THE_RUN, "logprobs": (0, 1), "model": (...,), "stream": (False,)})
         try:
             async with asyncio.TaskGroup() as tasks:
                 calls = [tasks.create_task(self._sample(client, sender, ids, most, stops)) for _ in range(count)]
@@ -290,8 +289,3 @@ def _password(request: web.Request) -> str:
         return base64.b64decode(given, validate=True).decode().partition(":")[2]
     except (binascii.Error, UnicodeDecodeError):
         return ""
-
-
-def _digest(token: str) -> bytes:
-    """Tokens are looked up by their hashes, so that the time of a look-up tells nothing of them."""
-    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()

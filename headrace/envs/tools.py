@@ -147,11 +147,8 @@ async def call_user(function: Callable[..., Any], arguments: dict[str, Any]) -> 
     inner = function.func if isinstance(function, functools.partial) else function
     if inspect.iscoroutinefunction(inner):
         return await await_user(function(**arguments), name=f"tool {getattr(inner, '__name__', inner)}")
-    thread = UserThread("tool")
-    try:
+    with contextlib.closing(UserThread("tool")) as thread:
         return await thread.call(functools.partial(function, **arguments))
-    finally:
-        thread.close()
 
 
 def _public_methods(cls: type) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headrace.records import NOT_VARIABLES, is_template_variable
-from headrace.settings import check
+from headrace.settings import check, check_least
 
 
 def bytes_per_number(dtype: str) -> int:
@@ -39,9 +39,8 @@ class ModelSettings:
     """Attention heads of `builtin:tiny`."""
 
     def __post_init__(self) -> None:
-        check(self.context >= 0, "context", self.context, "≥ 0")
-        for name in ("hidden_size", "num_layers", "num_heads"):
-            check(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+        check_least(0, self, "context")
+        check_least(1, self, "hidden_size", "num_layers", "num_heads")
         for name, value in self.chat_template_kwargs.items():
             why = f"a name that a template can use, and none of {', '.join(NOT_VARIABLES)}"
             check(is_template_variable(name), f"chat_template_kwargs.{name}", value, why)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.settings import check
+from headrace.settings import check, check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,5 @@ class ObserveSettings:
     """GB of disk that the trace may take, and again the kept rollouts; their oldest parts are removed first."""
 
     def __post_init__(self) -> None:
-        for name in ("keep_rollouts_every", "table_rows", "print_rollouts"):
-            check(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
+        check_least(0, self, "keep_rollouts_every", "table_rows", "print_rollouts")
         check(0.001 <= self.max_gb < math.inf, "max_gb", self.max_gb, "a number ≥ 0.001")

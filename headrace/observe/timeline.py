@@ -266,8 +266,8 @@ class MirroredTimeline(Timeline):
         self._reports: dict[str, dict[str, Any]] = {}
         """Of each live process its newest, and in "" the sum of those that have ended."""
         self._total = dict.fromkeys((*STATES[role], "occupied", "slots"), 0.0)
-        """Of all reports."""
-        self._at_start = self._sums()
+        """Of all reports: seconds in every state, and slot counts, of all processes since they started."""
+        self._at_start = dict(self._total)
         self._evaluated = 0.0
 
     def take(self, name: str, report: dict[str, Any], *, is_counted: bool = True) -> None:
@@ -290,16 +290,16 @@ class MirroredTimeline(Timeline):
         self._reports[""] = {key: sum(report[key] for report in ended) for report in ended for key in report}
 
     def start(self) -> None:
-        self._at_start, self._evaluated = self._sums(), 0.0
+        self._at_start, self._evaluated = dict(self._total), 0.0
         self._update()
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        before = self._sums()
+        before = dict(self._total)
         try:
             yield
         finally:
-            self._at_start = {name: self._at_start[name] + total - before[name] for name, total in self._sums().items()}
+            self._at_start = {name: self._at_start[name] + total - before[name] for name, total in self._total.items()}
             self._update()
 
     @contextlib.contextmanager
@@ -316,12 +316,8 @@ class MirroredTimeline(Timeline):
     def _close(self, now: float) -> None:
         """Do nothing: the process closes its own spans."""
 
-    def _sums(self) -> dict[str, float]:
-        """Seconds in every state, and slot counts, of all processes since they started."""
-        return dict(self._total)
-
     def _update(self) -> None:
-        totals = {name: max(0.0, value - self._at_start[name]) for name, value in self._sums().items()}
+        totals = {name: max(0.0, value - self._at_start[name]) for name, value in self._total.items()}
         self.occupied, self.slots = int(totals.pop("occupied")), int(totals.pop("slots"))
         self.totals = totals
         if self._evaluated:

@@ -226,21 +226,18 @@ def test_without_room_on_the_disk_the_run_goes_on_in_memory(tmp_path: Path, said
     assert [group.number for group in loaded if isinstance(group, Group)] == list(range(6))
 
 
-def test_what_cannot_be_written_ends_the_journal_and_not_the_run(tmp_path: Path, said: list[str]) -> None:
-    async def main() -> None:
-        journal = open_journal(tmp_path / "j", said, in_thread=True)
-        buffer = GroupBuffer(batch=2, capacity=None, max_bytes=1 << 30, journal=journal)
-        odd = group_of(1)
-        odd.episodes[0].task["odd"] = object()
-        for group in (group_of(0), odd, group_of(2), group_of(3)):
-            buffer.put(group, entry=Entry(group, task=7))
-            while journal.is_writing:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-        assert len(said) == 1 and "does not travel" in said[0]
-        assert [group.number for _ in range(2) for group in buffer.take()] == [0, 1, 2, 3]
-        await asyncio.to_thread(journal.close, is_over=True)
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+async def test_what_cannot_be_written_ends_the_journal_and_not_the_run(tmp_path: Path, said: list[str]) -> None:
+    journal = open_journal(tmp_path / "j", said, in_thread=True)
+    buffer = GroupBuffer(batch=2, capacity=None, max_bytes=1 << 30, journal=journal)
+    odd = group_of(1)
+    odd.episodes[0].task["odd"] = object()
+    for group in (group_of(0), odd, group_of(2), group_of(3)):
+        buffer.put(group, entry=Entry(group, task=7))
+        while journal.is_writing:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert len(said) == 1 and "does not travel" in said[0]
+    assert [group.number for _ in range(2) for group in buffer.take()] == [0, 1, 2, 3]
+    await asyncio.to_thread(journal.close, is_over=True)
 
 
 def test_a_damaged_copy_is_an_error_and_the_others_are_not(tmp_path: Path, said: list[str]) -> None:

@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 
 import pytest
-from fake_vllm import serving
+from fake_vllm import engine_over
 
-from headrace.engine.vllm.api import VllmApi
-from headrace.engine.vllm.engine import VllmEngine
 from headrace.engine.vllm.handover import FolderHandover
 from headrace.model.load import load_model
-from headrace.model.weights import StagedWeights, named_tensors
-from headrace.observe import Timeline
+from headrace.model.weights import named_tensors
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 
 @pytest.fixture
-def run(tiny_model, tmp_path):
-    """Runs a test over a fake server and an engine that holds version 0 of it."""
+def over(tiny_model, tmp_path):
+    """Opens an engine over a fake server that holds version 0: (engine, publish)."""
 
-    def runner(test, fake, *, patience=60.0, tells_late=False, decode=None, **records):
-        async def main():
-            sync = WeightSync(Lineage("life"), MemoryTransport())
-            async with serving(fake) as url:
-                api = VllmApi(url, log="server.log")
-                model = load_model(tiny_model)
-                limits = {"slots": 2, "context": 64, "vocabulary": 200}
-                engine = VllmEngine(
-                    api,
-                    await api.about(),
-                    name="engine-0",
-                    **limits,
-                    model=model,
-                    staged=StagedWeights(model, in_place=False),
-                    sync=sync,
-                    handover=FolderHandover(tmp_path / "weights"),
-                    timeline=Timeline("engine"),
-                    patience=patience,
-                    tells_late=tells_late,
-                    decode=decode,
-                    **records,
-                )
-                engine.start()
+    @contextlib.asynccontextmanager
+    async def opening(fake, **options):
+        sync = WeightSync(Lineage("life"), MemoryTransport())
+        handover = FolderHandover(tmp_path / "weights")
+        async with engine_over(fake, load_model(tiny_model), sync=sync, handover=handover, **options) as engine:
 
-                async def publish(version, **options):
-                    update = sync.offer(version, named_tensors(load_model(tiny_model)))
-                    await engine.load(update, **options)
-                    sync.release(update)
+            async def publish(version, **options):
+                update = sync.offer(version, named_tensors(load_model(tiny_model)))
+                await engine.load(update, **options)
+                sync.release(update)
 
-                try:
-                    await publish(0)
-                    await asyncio.wait_for(test(engine, publish), 30)
-                finally:
-                    await engine.close()
-                    await api.close()
+            await publish(0)
+            yield engine, publish
 
-        asyncio.run(main())
-
-    return runner
+    return opening

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from aiohttp import web
 
+from headrace.engine.vllm.api import VllmApi
+from headrace.engine.vllm.engine import VllmEngine
+from headrace.model.weights import StagedWeights
+from headrace.observe import Timeline
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from headrace.engine.vllm.handover import Handover
 
 OLD, NEW = "0.26.0", "0.32.0"
 _PATHS = ("/inference/v1/generate", "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache")
@@ -236,3 +243,44 @@ async def serving(fake: Fake) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def talking(url: str, **options: Any) -> AsyncIterator[VllmApi]:
+    api = VllmApi(url, **options)
+    try:
+        yield api
+    finally:
+        await api.close()
+
+
+@contextlib.asynccontextmanager
+async def engine_over(
+    fake: Fake, model: Any, *, handover: Handover, staged: Any = None, **options: Any
+) -> AsyncIterator[VllmEngine]:
+    """An engine that holds nothing yet. `staged`: what is updated, by default all of the model."""
+    async with serving(fake) as url, talking(url, log="server.log") as api:
+        about = await api.about()
+        await handover.open(api, about.version)
+        engine = VllmEngine(
+            api,
+            about,
+            name="engine-0",
+            **{"slots": 2, "context": 64, "vocabulary": 200},
+            model=model,
+            staged=StagedWeights(staged or model, in_place=False),
+            handover=handover,
+            timeline=Timeline("engine"),
+            **options,
+        )
+        engine.start()
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+async def grown(engine: VllmEngine, num_tokens: int) -> None:
+    """Until the engine has sampled so many tokens."""
+    while (await engine.state()).tokens < num_tokens:  # noqa: ASYNC110  (an engine has no event for each number)
+        await asyncio.sleep(0.001)

@@ -23,18 +23,15 @@ from headrace.records import SAMPLED_ENTROPY, Call, FinishReason, Rollout, Sampl
 from headrace.rpc import Peer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from headrace.records import WeightUpdate
 
 
-def run(test: Callable[[Pooled], Awaitable[None]], model_path: str, *, seconds: float = 90) -> None:
-    async def main() -> None:
-        torch.manual_seed(0)
-        async with pooled(model_path) as bench:
-            await asyncio.wait_for(test(bench), seconds)
-
-    asyncio.run(main())
+@pytest.fixture
+def bench(tiny_model: str) -> Any:
+    torch.manual_seed(0)
+    return pooled(tiny_model)
 
 
 def prompt(name: str = "r", *, length: int = 6, seed: int = 0) -> Rollout:
@@ -97,111 +94,90 @@ class Policy:
 # Sharing work
 
 
-def test_whoever_has_room_pulls_and_a_fast_engine_does_more(tiny_model):
-    async def check(bench: Pooled) -> None:
-        slow(await bench.join(slots=2), 0.02)
-        await bench.join(slots=2)
-        done = await asyncio.gather(*(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=8, seed=i)) for i in range(60)))
-        assert [rollout.id for rollout in done] == [f"r{i}" for i in range(60)]
-        did = Counter(rollout.calls[0].engine for rollout in done)
-        assert 0 < did["engine-0"] < did["engine-1"] / 1.5 and did.total() == 60
-
-    run(check, tiny_model)
+async def test_whoever_has_room_pulls_and_a_fast_engine_does_more(bench: Pooled):
+    slow(await bench.join(slots=2), 0.02)
+    await bench.join(slots=2)
+    done = await asyncio.gather(*(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=8, seed=i)) for i in range(60)))
+    assert [rollout.id for rollout in done] == [f"r{i}" for i in range(60)]
+    did = Counter(rollout.calls[0].engine for rollout in done)
+    assert 0 < did["engine-0"] < did["engine-1"] / 1.5 and did.total() == 60
 
 
-def test_an_engine_is_sent_what_it_pulled_and_no_more(tiny_model):
+async def test_an_engine_is_sent_what_it_pulled_and_no_more(bench: Pooled):
     """However calls end (finished, cancelled, refused), each gives back the one place it took."""
+    far = await bench.join(slots=2)
+    await until(lambda: far.remote.credit > 0)
+    room, most, take = far.remote.credit, 0, far.worker._take_work
 
-    async def check(bench: Pooled) -> None:
-        far = await bench.join(slots=2)
-        await until(lambda: far.remote.credit > 0)
-        room, most, take = far.remote.credit, 0, far.worker._take_work
+    def count(value: Any) -> None:
+        nonlocal most
+        take(value)
+        most = max(most, len(far.worker._requests))
 
-        def count(value: Any) -> None:
-            nonlocal most
-            take(value)
-            most = max(most, len(far.worker._requests))
-
-        far.data.notices["work"] = count
-        calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=6))) for i in range(50)]
-        calls += [asyncio.ensure_future(bench.pool.generate(prompt(length=96), Sampling())) for _ in range(10)]
-        await until(lambda: calls[0].done())
-        assert far.core.num_running <= 2 and (await bench.pool.state()).waiting > 20
-        for call in calls[5:40:3]:
-            call.cancel()
-        ended = await asyncio.gather(*calls, return_exceptions=True)
-        kinds = Counter(type(each).__name__ for each in ended)
-        assert kinds["PromptTooLong"] == 10 and kinds["Rollout"] + kinds["CancelledError"] == 50 and kinds["Rollout"] >= 38
-        await until(lambda: far.remote.credit == room)
-        assert 2 < most <= room == 4
-        assert not far.requests and not far.worker._requests
-
-    run(check, tiny_model)
+    far.data.notices["work"] = count
+    calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=6))) for i in range(50)]
+    calls += [asyncio.ensure_future(bench.pool.generate(prompt(length=96), Sampling())) for _ in range(10)]
+    await until(lambda: calls[0].done())
+    assert far.core.num_running <= 2 and (await bench.pool.state()).waiting > 20
+    for call in calls[5:40:3]:
+        call.cancel()
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    kinds = Counter(type(each).__name__ for each in ended)
+    assert kinds["PromptTooLong"] == 10 and kinds["Rollout"] + kinds["CancelledError"] == 50 and kinds["Rollout"] >= 38
+    await until(lambda: far.remote.credit == room)
+    assert 2 < most <= room == 4
+    assert not far.requests and not far.worker._requests
 
 
-def test_a_call_cancelled_as_soon_as_it_is_sent_is_not_generated(tiny_model):
+async def test_a_call_cancelled_as_soon_as_it_is_sent_is_not_generated(bench: Pooled):
     """Its cancellation must not overtake it."""
-
-    async def check(bench: Pooled) -> None:
-        far = await bench.join(slots=512)
-        await until(lambda: far.remote.credit > 0)
-        room = far.remote.credit
-        calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=80))) for i in range(room)]
-        await until(lambda: far.remote.credit == 0)
-        for call in calls:
-            call.cancel()
-        await until(lambda: far.remote.credit == room)
-        await far.engine.between_steps(lambda: None)
-        assert (far.core.num_running, far.core.num_waiting) == (0, 0)
-        assert far.core.num_sampled < 80 * room / 4
-
-    run(check, tiny_model)
+    far = await bench.join(slots=512)
+    await until(lambda: far.remote.credit > 0)
+    room = far.remote.credit
+    calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}"), Sampling(max_tokens=80))) for i in range(room)]
+    await until(lambda: far.remote.credit == 0)
+    for call in calls:
+        call.cancel()
+    await until(lambda: far.remote.credit == room)
+    await far.engine.between_steps(lambda: None)
+    assert (far.core.num_running, far.core.num_waiting) == (0, 0)
+    assert far.core.num_sampled < 80 * room / 4
 
 
-def test_a_refused_stream_says_why(tiny_model):
-    async def check(bench: Pooled) -> None:
-        far = await bench.join()
-        with pytest.raises(PromptTooLong, match="96"):
-            await anext(bench.pool.stream(prompt(length=96), Sampling()))
-        assert not far.requests
-
-    run(check, tiny_model)
+async def test_a_refused_stream_says_why(bench: Pooled):
+    far = await bench.join()
+    with pytest.raises(PromptTooLong, match="96"):
+        await anext(bench.pool.stream(prompt(length=96), Sampling()))
+    assert not far.requests
 
 
-def test_looking_at_an_engine_does_not_wait_behind_its_work(tiny_model):
-    async def check(bench: Pooled) -> None:
-        far = await bench.join(slots=2048, context=700)
-        await bench.pool.pause(Interrupt.KEEP)
-        await until(lambda: far.remote.credit > 0)
-        rollouts = [prompt(f"r{i}", length=600, seed=i) for i in range(far.remote.credit)]
-        sent = far.remote.data.stream.bytes_sent
-        calls = [asyncio.ensure_future(bench.pool.generate(rollout, Sampling())) for rollout in rollouts]
-        await until(lambda: far.remote.data.stream.bytes_sent > sent)
-        assert far.remote.data.stream.bytes_sent - sent > 20e6 and far.remote.data.stream.backlog > 0
-        state = await bench.pool.state()
-        assert far.remote.data.stream.backlog > 0, "the answer came before the work was sent"
-        assert state.running == 0
-        for call in calls:
-            call.cancel()
-        await until(lambda: far.remote.credit == len(rollouts))
-
-    run(check, tiny_model)
+async def test_looking_at_an_engine_does_not_wait_behind_its_work(bench: Pooled):
+    far = await bench.join(slots=2048, context=700)
+    await bench.pool.pause(Interrupt.KEEP)
+    await until(lambda: far.remote.credit > 0)
+    rollouts = [prompt(f"r{i}", length=600, seed=i) for i in range(far.remote.credit)]
+    sent = far.remote.data.stream.bytes_sent
+    calls = [asyncio.ensure_future(bench.pool.generate(rollout, Sampling())) for rollout in rollouts]
+    await until(lambda: far.remote.data.stream.bytes_sent > sent)
+    assert far.remote.data.stream.bytes_sent - sent > 20e6 and far.remote.data.stream.backlog > 0
+    state = await bench.pool.state()
+    assert far.remote.data.stream.backlog > 0, "the answer came before the work was sent"
+    assert state.running == 0
+    for call in calls:
+        call.cancel()
+    await until(lambda: far.remote.credit == len(rollouts))
 
 
-def test_work_held_back_by_a_backlog_is_sent_when_the_backlog_is_gone(tiny_model, monkeypatch):
+async def test_work_held_back_by_a_backlog_is_sent_when_the_backlog_is_gone(bench: Pooled, monkeypatch):
     """Nothing else may happen by then: an engine without work finishes none, and so pulls no more."""
-
-    async def check(bench: Pooled) -> None:
-        far = await bench.join()
-        await until(lambda: far.remote.credit > 0)
-        with monkeypatch.context() as patch:
-            patch.setattr(remote_engine, "_MOST_BACKLOG", 0)  # as if it read nothing
-            call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=2)))
-            await asyncio.sleep(0.02)
-            assert bench.pool.num_waiting == 1 and not far.requests
-        assert (await call).calls[0].engine == far.name
-
-    run(check, tiny_model)
+    far = await bench.join()
+    await until(lambda: far.remote.credit > 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_engine, "_MOST_BACKLOG", 0)  # as if it read nothing
+        call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=2)))
+        await asyncio.sleep(0.02)
+        assert bench.pool.num_waiting == 1 and not far.requests
+    assert (await call).calls[0].engine == far.name
 
 
 # Sizes
@@ -222,211 +198,176 @@ def notices(monkeypatch) -> Counter[str]:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_work_and_results_are_cut_by_their_bytes(tiny_model, notices):
-    async def check(bench: Pooled) -> None:
-        far = await bench.join(slots=64, context=700)
-        await bench.pool.pause(Interrupt.KEEP)
-        await until(lambda: far.remote.credit == 128)
-        rollouts = [prompt(f"r{i}", length=400, seed=i) for i in range(60)]  # of 5.6 kB each
-        calls = [asyncio.ensure_future(bench.pool.generate(each, Sampling(max_tokens=200, seed=1))) for each in rollouts]
-        await until(lambda: len(far.worker._requests) == 60)
-        assert notices["work"] >= 20
-        await bench.pool.resume()
-        await until(lambda: far.core.num_sampled > 300)
-        await bench.pool.pause(Interrupt.ABORT)  # all of them end at once
-        done = await asyncio.gather(*calls)
-        assert [each.id for each in done] == [each.id for each in rollouts] and 20 <= notices["done"] <= 60
-        assert all(np.array_equal(each.token_ids[:400], given.token_ids) for each, given in zip(done, rollouts, strict=True))
-        assert not far.worker._requests and not far.requests
-        await until(lambda: far.remote.credit == 128)
-
-    run(check, tiny_model)
+async def test_work_and_results_are_cut_by_their_bytes(bench: Pooled, notices):
+    far = await bench.join(slots=64, context=700)
+    await bench.pool.pause(Interrupt.KEEP)
+    await until(lambda: far.remote.credit == 128)
+    rollouts = [prompt(f"r{i}", length=400, seed=i) for i in range(60)]  # of 5.6 kB each
+    calls = [asyncio.ensure_future(bench.pool.generate(each, Sampling(max_tokens=200, seed=1))) for each in rollouts]
+    await until(lambda: len(far.worker._requests) == 60)
+    assert notices["work"] >= 20
+    await bench.pool.resume()
+    await until(lambda: far.core.num_sampled > 300)
+    await bench.pool.pause(Interrupt.ABORT)  # all of them end at once
+    done = await asyncio.gather(*calls)
+    assert [each.id for each in done] == [each.id for each in rollouts] and 20 <= notices["done"] <= 60
+    assert all(np.array_equal(each.token_ids[:400], given.token_ids) for each, given in zip(done, rollouts, strict=True))
+    assert not far.worker._requests and not far.requests
+    await until(lambda: far.remote.credit == 128)
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_one_rollout_may_be_longer_than_a_piece(tiny_model):
-    async def check(bench: Pooled) -> None:
-        await bench.join(slots=2, context=4096)
-        given = prompt(length=4000)
-        done = await bench.pool.generate(given, Sampling(max_tokens=8))
-        assert done.num_sampled == 8 and np.array_equal(done.token_ids[:4000], given.token_ids)
-
-    run(check, tiny_model)
+async def test_one_rollout_may_be_longer_than_a_piece(bench: Pooled):
+    await bench.join(slots=2, context=4096)
+    given = prompt(length=4000)
+    done = await bench.pool.generate(given, Sampling(max_tokens=8))
+    assert done.num_sampled == 8 and np.array_equal(done.token_ids[:4000], given.token_ids)
 
 
-def test_work_that_cannot_be_sent_fails_alone(tiny_model):
-    async def check(bench: Pooled) -> None:
-        far = await bench.join()
-        await until(lambda: far.remote.credit == 8)
-        names = ["a", "half of a character \ud800", "b"]
-        requests = [bench.pool.generate(prompt().replace(id=name), Sampling(max_tokens=3)) for name in names]
-        first, failed, last = await asyncio.gather(*requests, return_exceptions=True)
-        assert isinstance(failed, WireError) and first.num_sampled == last.num_sampled == 3
-        assert not far.requests
-        await until(lambda: far.remote.credit == 8)
-
-    run(check, tiny_model)
+async def test_work_that_cannot_be_sent_fails_alone(bench: Pooled):
+    far = await bench.join()
+    await until(lambda: far.remote.credit == 8)
+    names = ["a", "half of a character \ud800", "b"]
+    requests = [bench.pool.generate(prompt().replace(id=name), Sampling(max_tokens=3)) for name in names]
+    first, failed, last = await asyncio.gather(*requests, return_exceptions=True)
+    assert isinstance(failed, WireError) and first.num_sampled == last.num_sampled == 3
+    assert not far.requests
+    await until(lambda: far.remote.credit == 8)
 
 
-def test_results_that_cannot_be_sent_are_not_forgotten_and_end_the_engine(tiny_model, monkeypatch):
+async def test_results_that_cannot_be_sent_are_not_forgotten_and_end_the_engine(bench: Pooled, monkeypatch):
     """As child processes do, the test loses the engine when its worker has failed."""
-
-    async def check(bench: Pooled) -> None:
-        far = await bench.join()
-        refuse = pytest.MonkeyPatch()
-        refuse.setattr(worker, "pack_rollouts", raise_wire_error)
-        call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=3, seed=1)))
-        with pytest.raises(WireError, match="too odd"):
-            await far.worker.failed
-        refuse.undo()
-        assert len(far.worker._requests) == len(far.requests) == 1 and not call.done()
-        far.kill()
-        await bench.join()
-        assert (await call).num_sampled == 3
 
     def raise_wire_error(_: object) -> None:
         raise WireError("too odd")
 
-    run(check, tiny_model)
+    far = await bench.join()
+    refuse = pytest.MonkeyPatch()
+    refuse.setattr(worker, "pack_rollouts", raise_wire_error)
+    call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=3, seed=1)))
+    with pytest.raises(WireError, match="too odd"):
+        await far.worker.failed
+    refuse.undo()
+    assert len(far.worker._requests) == len(far.requests) == 1 and not call.done()
+    far.kill()
+    await bench.join()
+    assert (await call).num_sampled == 3
 
 
 # Losing an engine
 
 
-def test_a_lost_engines_rollouts_go_on_from_what_it_told(tiny_model, monkeypatch):
+async def test_a_lost_engines_rollouts_go_on_from_what_it_told(bench: Pooled, monkeypatch):
     monkeypatch.setattr(worker, "TELL_SECONDS", 0.02)
-
-    async def check(bench: Pooled) -> None:
-        bench.record_entropy = True
-        policy, first = Policy(bench), await bench.join(slots=2)
-        await policy.publish(3)
-        requests = [(prompt(f"r{i}", seed=i), Sampling(max_tokens=60, top_k=20, seed=i)) for i in range(4)]
-        whole = [await bench.pool.generate(*request) for request in requests[:2]]
-        slow(first, 0.004)
-        calls = [asyncio.ensure_future(bench.pool.generate(*request)) for request in requests]
-        await until(lambda: sum(request.num_known > 1 for request in first.requests) == 2)
-        told = [request.num_known for request in first.requests][:2]
-        second = await bench.join(slots=2)
-        assert not second.requests
-        order: list[str] = []
-        submit = second.core.submit
-        monkeypatch.setattr(second.core, "submit", lambda request: (order.append(request.rollout.id), submit(request)))
-        first.kill()
-        for partial, uncut, length in zip(await asyncio.gather(*calls[:2]), whole, told, strict=True):
-            assert partial.finish_reason is FinishReason.ABORT and length <= partial.num_sampled < 60
-            stop = len(partial)
-            assert np.array_equal(partial.token_ids, uncut.token_ids[:stop])
-            np.testing.assert_allclose(partial.logprobs, uncut.logprobs[:stop], atol=1e-5)
-            assert np.array_equal(partial.versions, uncut.versions[:stop]) and set(partial.versions[6:]) == {3}
-            assert (partial.policy, partial.lineage) == (uncut.policy, "life")
-            assert all(np.array_equal(partial.sampling_mask.row(i), uncut.sampling_mask.row(i)) for i in range(stop))
-            entropies = uncut.columns[SAMPLED_ENTROPY]
-            assert not entropies[:6].any() and (entropies[6:] > 1).all()
-            np.testing.assert_allclose(partial.columns[SAMPLED_ENTROPY], entropies[:stop], atol=1e-5)
-            call = partial.calls[0]
-            assert (call.start, call.stop, call.engine, call.finish_reason) == (6, stop, "engine-0", FinishReason.ABORT)
-            resumed = await bench.pool.generate(partial, Sampling(max_tokens=66 - stop, top_k=20, seed=call.sampling.seed))
-            assert np.array_equal(resumed.token_ids, uncut.token_ids) and resumed.calls[1].engine == "engine-1"
-            np.testing.assert_allclose(resumed.columns[SAMPLED_ENTROPY], entropies, atol=1e-5)
-        for again in await asyncio.gather(*calls[2:]):
-            assert again.finish_reason is FinishReason.LENGTH and again.num_sampled == 60 and len(again.calls) == 1
-        assert [name for name in order if name not in ("r0", "r1")] == ["r2", "r3"]
-
-    run(check, tiny_model)
+    bench.record_entropy = True
+    policy, first = Policy(bench), await bench.join(slots=2)
+    await policy.publish(3)
+    requests = [(prompt(f"r{i}", seed=i), Sampling(max_tokens=60, top_k=20, seed=i)) for i in range(4)]
+    whole = [await bench.pool.generate(*request) for request in requests[:2]]
+    slow(first, 0.004)
+    calls = [asyncio.ensure_future(bench.pool.generate(*request)) for request in requests]
+    await until(lambda: sum(request.num_known > 1 for request in first.requests) == 2)
+    told = [request.num_known for request in first.requests][:2]
+    second = await bench.join(slots=2)
+    assert not second.requests
+    order: list[str] = []
+    submit = second.core.submit
+    monkeypatch.setattr(second.core, "submit", lambda request: (order.append(request.rollout.id), submit(request)))
+    first.kill()
+    for partial, uncut, length in zip(await asyncio.gather(*calls[:2]), whole, told, strict=True):
+        assert partial.finish_reason is FinishReason.ABORT and length <= partial.num_sampled < 60
+        stop = len(partial)
+        assert np.array_equal(partial.token_ids, uncut.token_ids[:stop])
+        np.testing.assert_allclose(partial.logprobs, uncut.logprobs[:stop], atol=1e-5)
+        assert np.array_equal(partial.versions, uncut.versions[:stop]) and set(partial.versions[6:]) == {3}
+        assert (partial.policy, partial.lineage) == (uncut.policy, "life")
+        assert all(np.array_equal(partial.sampling_mask.row(i), uncut.sampling_mask.row(i)) for i in range(stop))
+        entropies = uncut.columns[SAMPLED_ENTROPY]
+        assert not entropies[:6].any() and (entropies[6:] > 1).all()
+        np.testing.assert_allclose(partial.columns[SAMPLED_ENTROPY], entropies[:stop], atol=1e-5)
+        call = partial.calls[0]
+        assert (call.start, call.stop, call.engine, call.finish_reason) == (6, stop, "engine-0", FinishReason.ABORT)
+        resumed = await bench.pool.generate(partial, Sampling(max_tokens=66 - stop, top_k=20, seed=call.sampling.seed))
+        assert np.array_equal(resumed.token_ids, uncut.token_ids) and resumed.calls[1].engine == "engine-1"
+        np.testing.assert_allclose(resumed.columns[SAMPLED_ENTROPY], entropies, atol=1e-5)
+    for again in await asyncio.gather(*calls[2:]):
+        assert again.finish_reason is FinishReason.LENGTH and again.num_sampled == 60 and len(again.calls) == 1
+    assert [name for name in order if name not in ("r0", "r1")] == ["r2", "r3"]
 
 
-def test_an_engine_that_leaves_finishes_its_calls_and_gets_no_others(tiny_model):
-    async def check(bench: Pooled) -> None:
-        first, second = await bench.join(slots=2), await bench.join(slots=2)
-        for far in (first, second):
-            slow(far, 0.01)
-        await until(lambda: first.remote.credit > 0 and second.remote.credit > 0)
-        begun = [asyncio.ensure_future(bench.pool.generate(prompt(f"a{i}", seed=i), Sampling(max_tokens=20))) for i in range(4)]
-        await until(lambda: first.requests and second.requests)
-        leaving = asyncio.ensure_future(bench.pool.drain(first.remote, seconds=60))
-        await asyncio.sleep(0)
-        more = [asyncio.ensure_future(bench.pool.generate(prompt(f"b{i}", seed=i), Sampling(max_tokens=4))) for i in range(4)]
-        ended = await asyncio.gather(*begun, *more)
-        await leaving
-        assert {rollout.finish_reason for rollout in ended} == {FinishReason.LENGTH}
-        assert {rollout.calls[-1].engine for rollout in ended[4:]} == {"engine-1"}
-        assert bench.pool.engines == [second.remote]
-
-    run(check, tiny_model)
+async def test_an_engine_that_leaves_finishes_its_calls_and_gets_no_others(bench: Pooled):
+    first, second = await bench.join(slots=2), await bench.join(slots=2)
+    for far in (first, second):
+        slow(far, 0.01)
+    await until(lambda: first.remote.credit > 0 and second.remote.credit > 0)
+    begun = [asyncio.ensure_future(bench.pool.generate(prompt(f"a{i}", seed=i), Sampling(max_tokens=20))) for i in range(4)]
+    await until(lambda: first.requests and second.requests)
+    leaving = asyncio.ensure_future(bench.pool.drain(first.remote, seconds=60))
+    await asyncio.sleep(0)
+    more = [asyncio.ensure_future(bench.pool.generate(prompt(f"b{i}", seed=i), Sampling(max_tokens=4))) for i in range(4)]
+    ended = await asyncio.gather(*begun, *more)
+    await leaving
+    assert {rollout.finish_reason for rollout in ended} == {FinishReason.LENGTH}
+    assert {rollout.calls[-1].engine for rollout in ended[4:]} == {"engine-1"}
+    assert bench.pool.engines == [second.remote]
 
 
-def test_an_engine_that_takes_too_long_to_leave_hands_its_calls_over(tiny_model, monkeypatch):
+async def test_an_engine_that_takes_too_long_to_leave_hands_its_calls_over(bench: Pooled, monkeypatch):
     monkeypatch.setattr(worker, "TELL_SECONDS", 0.02)
-
-    async def check(bench: Pooled) -> None:
-        first = await bench.join(slots=2)
-        slow(first, 0.02)
-        call = asyncio.ensure_future(bench.pool.generate(prompt("r", seed=1), Sampling(max_tokens=60)))
-        await until(lambda: any(request.num_known > 1 for request in first.requests))
-        await bench.pool.drain(first.remote, seconds=0.1)
-        assert (await call).finish_reason is FinishReason.ABORT and not bench.pool.engines
-
-    run(check, tiny_model)
+    first = await bench.join(slots=2)
+    slow(first, 0.02)
+    call = asyncio.ensure_future(bench.pool.generate(prompt("r", seed=1), Sampling(max_tokens=60)))
+    await until(lambda: any(request.num_known > 1 for request in first.requests))
+    await bench.pool.drain(first.remote, seconds=0.1)
+    assert (await call).finish_reason is FinishReason.ABORT and not bench.pool.engines
 
 
-def test_a_lost_engines_streams_end(tiny_model):
-    async def check(bench: Pooled) -> None:
-        far = await bench.join()
-        slow(far, 0.002)
-        parts = []
-        async for part in bench.pool.stream(prompt(), Sampling(max_tokens=80, seed=1)):
-            parts.append(part)
-            if len(parts) == 5:
-                far.kill()
-        assert parts[-1].finish_reason is FinishReason.ABORT and not any(part.finish_reason for part in parts[:-1])
-        await bench.join()
-        whole = await bench.pool.generate(prompt(), Sampling(max_tokens=80, seed=1))
-        tokens = [token for part in parts for token in part.token_ids]
-        assert 5 <= len(tokens) < 80 and tokens == whole.token_ids[6 : 6 + len(tokens)].tolist()
-
-    run(check, tiny_model)
+async def test_a_lost_engines_streams_end(bench: Pooled):
+    far = await bench.join()
+    slow(far, 0.002)
+    parts = []
+    async for part in bench.pool.stream(prompt(), Sampling(max_tokens=80, seed=1)):
+        parts.append(part)
+        if len(parts) == 5:
+            far.kill()
+    assert parts[-1].finish_reason is FinishReason.ABORT and not any(part.finish_reason for part in parts[:-1])
+    await bench.join()
+    whole = await bench.pool.generate(prompt(), Sampling(max_tokens=80, seed=1))
+    tokens = [token for part in parts for token in part.token_ids]
+    assert 5 <= len(tokens) < 80 and tokens == whole.token_ids[6 : 6 + len(tokens)].tolist()
 
 
-def test_work_waits_where_there_is_no_engine(tiny_model):
-    async def check(bench: Pooled) -> None:
-        call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=4)))
-        gone = asyncio.ensure_future(bench.pool.generate(prompt("gone"), Sampling(max_tokens=4)))
-        await asyncio.sleep(0.01)
-        assert (await bench.pool.state()).waiting == 2
-        gone.cancel()
-        await asyncio.sleep(0)
-        far = await bench.join()
-        assert (await call).num_sampled == 4 and far.core.num_sampled == 4
-
-    run(check, tiny_model)
+async def test_work_waits_where_there_is_no_engine(bench: Pooled):
+    call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=4)))
+    gone = asyncio.ensure_future(bench.pool.generate(prompt("gone"), Sampling(max_tokens=4)))
+    await asyncio.sleep(0.01)
+    assert (await bench.pool.state()).waiting == 2
+    gone.cancel()
+    await asyncio.sleep(0)
+    far = await bench.join()
+    assert (await call).num_sampled == 4 and far.core.num_sampled == 4
 
 
-def test_scoring_is_tried_again_elsewhere(tiny_model):
-    async def check(bench: Pooled) -> None:
-        first, second = await bench.join(), await bench.join()
-        rollouts = [await bench.pool.generate(prompt(), Sampling(max_tokens=9))]
-        expected = await second.engine.score(rollouts)
-        gate = Gate(first, "_score")
-        call = asyncio.ensure_future(bench.pool.score(rollouts))
-        await gate.reached()
-        first.ends["control"]._writer.transport.abort()
-        assert np.array_equal((await call)[0], expected[0])
-        gate.open()
-        assert bench.pool.engines == [second.remote]
-
-    run(check, tiny_model)
+async def test_scoring_is_tried_again_elsewhere(bench: Pooled):
+    first, second = await bench.join(), await bench.join()
+    rollouts = [await bench.pool.generate(prompt(), Sampling(max_tokens=9))]
+    expected = await second.engine.score(rollouts)
+    gate = Gate(first, "_score")
+    call = asyncio.ensure_future(bench.pool.score(rollouts))
+    await gate.reached()
+    first.ends["control"]._writer.transport.abort()
+    assert np.array_equal((await call)[0], expected[0])
+    gate.open()
+    assert bench.pool.engines == [second.remote]
 
 
-def test_a_report_read_after_its_engine_was_lost_is_not_counted_again(tiny_model):
-    async def check(bench: Pooled) -> None:
-        far = await bench.join()
-        report = far.remote.notices()["report"]
-        report({"totals": {}})
-        bench.pool.lose(far.remote)
-        report({"totals": {}})
-        assert far.reports == [{"totals": {}}]
-
-    run(check, tiny_model)
+async def test_a_report_read_after_its_engine_was_lost_is_not_counted_again(bench: Pooled):
+    far = await bench.join()
+    report = far.remote.notices()["report"]
+    report({"totals": {}})
+    bench.pool.lose(far.remote)
+    report({"totals": {}})
+    assert far.reports == [{"totals": {}}]
 
 
 # The front of the line
@@ -447,25 +388,22 @@ def aborted(name: str, *, seed: int) -> Rollout:
     )
 
 
-def test_interrupted_rollouts_go_first_in_the_order_they_come(tiny_model):
-    async def check(bench: Pooled) -> None:
-        names = ["new-0", "old-0", "old-1", "new-1", "old-2", "old-3"]
-        rollouts = [aborted(n, seed=i) if n.startswith("old") else prompt(n, seed=i) for i, n in enumerate(names)]
-        calls = [asyncio.ensure_future(bench.pool.generate(rollout, Sampling(max_tokens=4))) for rollout in rollouts]
-        await asyncio.sleep(0)
-        assert (await bench.pool.state()).waiting == 6
-        far = await bench.start(slots=2, context=96)
-        order: list[str] = []
-        submit = far.core.submit
-        far.core.submit = lambda request: (order.append(request.rollout.id), submit(request))  # type: ignore[method-assign]
-        await bench.pool.join(far.remote)
-        await asyncio.gather(*calls)
-        assert order == ["old-0", "old-1", "old-2", "old-3", "new-0", "new-1"]
-
-    run(check, tiny_model)
+async def test_interrupted_rollouts_go_first_in_the_order_they_come(bench: Pooled):
+    names = ["new-0", "old-0", "old-1", "new-1", "old-2", "old-3"]
+    rollouts = [aborted(n, seed=i) if n.startswith("old") else prompt(n, seed=i) for i, n in enumerate(names)]
+    calls = [asyncio.ensure_future(bench.pool.generate(rollout, Sampling(max_tokens=4))) for rollout in rollouts]
+    await asyncio.sleep(0)
+    assert (await bench.pool.state()).waiting == 6
+    far = await bench.start(slots=2, context=96)
+    order: list[str] = []
+    submit = far.core.submit
+    far.core.submit = lambda request: (order.append(request.rollout.id), submit(request))  # type: ignore[method-assign]
+    await bench.pool.join(far.remote)
+    await asyncio.gather(*calls)
+    assert order == ["old-0", "old-1", "old-2", "old-3", "new-0", "new-1"]
 
 
-def test_at_a_swap_with_abort_nothing_new_takes_the_slots_of_those_interrupted(tiny_model):
+async def test_at_a_swap_with_abort_nothing_new_takes_the_slots_of_those_interrupted(bench: Pooled):
     """They go to the launcher and back; what the engine has waiting would begin meanwhile."""
 
     async def resumed(bench: Pooled, rollout: Rollout) -> Rollout:
@@ -474,171 +412,145 @@ def test_at_a_swap_with_abort_nothing_new_takes_the_slots_of_those_interrupted(t
             rollout = await bench.pool.generate(rollout, Sampling(max_tokens=66 - len(rollout)))
         return rollout
 
-    async def check(bench: Pooled) -> None:
-        policy, far = Policy(bench), await bench.join(slots=2)
-        await policy.publish(0)
-        slow(far, 0.004)
-        calls = [asyncio.ensure_future(resumed(bench, prompt(f"r{i}", seed=i))) for i in range(4)]
-        await until(lambda: far.core.num_sampled > 10 and far.core.num_waiting == 2)
-        assert {request.rollout.id for request in far.core.scheduler.running.values()} == {"r0", "r1"}
-        await bench.pool.load(await policy.send(1), interrupt=Interrupt.ABORT)
-        await until(lambda: far.core.num_running == 2)
-        assert {request.rollout.id for request in far.core.scheduler.running.values()} == {"r0", "r1"}
-        done = await asyncio.gather(*calls)
-        assert [len(rollout.calls) for rollout in done] == [2, 2, 1, 1] and all(len(rollout) == 66 for rollout in done)
-
-    run(check, tiny_model)
+    policy, far = Policy(bench), await bench.join(slots=2)
+    await policy.publish(0)
+    slow(far, 0.004)
+    calls = [asyncio.ensure_future(resumed(bench, prompt(f"r{i}", seed=i))) for i in range(4)]
+    await until(lambda: far.core.num_sampled > 10 and far.core.num_waiting == 2)
+    assert {request.rollout.id for request in far.core.scheduler.running.values()} == {"r0", "r1"}
+    await bench.pool.load(await policy.send(1), interrupt=Interrupt.ABORT)
+    await until(lambda: far.core.num_running == 2)
+    assert {request.rollout.id for request in far.core.scheduler.running.values()} == {"r0", "r1"}
+    done = await asyncio.gather(*calls)
+    assert [len(rollout.calls) for rollout in done] == [2, 2, 1, 1] and all(len(rollout) == 66 for rollout in done)
 
 
-def test_the_pool_knows_what_is_in_flight_as_far_as_it_was_told(tiny_model, monkeypatch):
+async def test_the_pool_knows_what_is_in_flight_as_far_as_it_was_told(bench: Pooled, monkeypatch):
     monkeypatch.setattr(worker, "TELL_SECONDS", 0.02)
-
-    async def check(bench: Pooled) -> None:
-        waiting = asyncio.ensure_future(bench.pool.generate(aborted("old", seed=9), Sampling(max_tokens=60)))
-        await asyncio.sleep(0)
-        only = (await bench.pool.in_flight())[0]
-        assert (only.rollout.id, only.num_sampled, only.oldest) == ("old", 0, 2) and only.partial() is only.rollout
-        policy, far = Policy(bench), await bench.join(slots=3)
-        slow(far, 0.004)
-        await policy.publish(3)
-        calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}", seed=i), Sampling(max_tokens=60))) for i in range(4)]
-        await until(lambda: sum(request.num_known > 1 for request in far.requests) == 3)
-        found = {call.rollout.id: call for call in await bench.pool.in_flight()}
-        assert found.keys() == {"old", "r0", "r1", "r2", "r3"}
-        assert (found["old"].oldest, found["r0"].oldest, found["r3"].oldest) == (2, 3, None)
-        partial = found["r0"].partial()
-        assert partial.finish_reason is FinishReason.ABORT and partial.num_sampled >= found["r0"].num_sampled > 0
-        assert found["r3"].num_sampled == 0 and found["r3"].partial() is found["r3"].rollout
-        whole = await calls[0]
-        assert np.array_equal(partial.token_ids, whole.token_ids[: len(partial)])
-        assert np.array_equal(partial.versions, whole.versions[: len(partial)]) and partial.lineage == "life"
-        await asyncio.gather(waiting, *calls)
-        assert await bench.pool.in_flight() == []
-
-    run(check, tiny_model)
+    waiting = asyncio.ensure_future(bench.pool.generate(aborted("old", seed=9), Sampling(max_tokens=60)))
+    await asyncio.sleep(0)
+    only = (await bench.pool.in_flight())[0]
+    assert (only.rollout.id, only.num_sampled, only.oldest) == ("old", 0, 2) and only.partial() is only.rollout
+    policy, far = Policy(bench), await bench.join(slots=3)
+    slow(far, 0.004)
+    await policy.publish(3)
+    calls = [asyncio.ensure_future(bench.pool.generate(prompt(f"r{i}", seed=i), Sampling(max_tokens=60))) for i in range(4)]
+    await until(lambda: sum(request.num_known > 1 for request in far.requests) == 3)
+    found = {call.rollout.id: call for call in await bench.pool.in_flight()}
+    assert found.keys() == {"old", "r0", "r1", "r2", "r3"}
+    assert (found["old"].oldest, found["r0"].oldest, found["r3"].oldest) == (2, 3, None)
+    partial = found["r0"].partial()
+    assert partial.finish_reason is FinishReason.ABORT and partial.num_sampled >= found["r0"].num_sampled > 0
+    assert found["r3"].num_sampled == 0 and found["r3"].partial() is found["r3"].rollout
+    whole = await calls[0]
+    assert np.array_equal(partial.token_ids, whole.token_ids[: len(partial)])
+    assert np.array_equal(partial.versions, whole.versions[: len(partial)]) and partial.lineage == "life"
+    await asyncio.gather(waiting, *calls)
+    assert await bench.pool.in_flight() == []
 
 
 # Versions
 
 
-def test_an_update_counts_for_the_living(tiny_model):
-    async def check(bench: Pooled) -> None:
-        policy, first, second = Policy(bench), await bench.join(), await bench.join()
-        await policy.publish(0)
-        gate = Gate(second, "_stage")
-        loading = asyncio.ensure_future(policy.publish(1))
-        await gate.reached()
-        await until(lambda: first.core.version == 1)
-        await asyncio.sleep(0.02)
-        assert not loading.done(), "one of two holds it"
-        second.ends["control"]._writer.transport.abort()
-        await loading
-        gate.open()
-        assert bench.pool.engines == [first.remote] and (await bench.pool.state()).version == 1
-
-    run(check, tiny_model)
+async def test_an_update_counts_for_the_living(bench: Pooled):
+    policy, first, second = Policy(bench), await bench.join(), await bench.join()
+    await policy.publish(0)
+    gate = Gate(second, "_stage")
+    loading = asyncio.ensure_future(policy.publish(1))
+    await gate.reached()
+    await until(lambda: first.core.version == 1)
+    await asyncio.sleep(0.02)
+    assert not loading.done(), "one of two holds it"
+    second.ends["control"]._writer.transport.abort()
+    await loading
+    gate.open()
+    assert bench.pool.engines == [first.remote] and (await bench.pool.state()).version == 1
 
 
-def test_an_update_waits_for_an_engine_when_none_is_left(tiny_model):
-    async def check(bench: Pooled) -> None:
-        policy, only = Policy(bench), await bench.join()
-        await policy.publish(0)
-        gate = Gate(only, "_stage")
-        loading = asyncio.ensure_future(policy.publish(1))
-        await gate.reached()
-        only.ends["control"]._writer.transport.abort()
-        await asyncio.sleep(0.05)
-        assert not bench.pool.engines and not loading.done()
-        gate.open()
-        successor = await bench.start(slots=4, context=96)
-        await bench.pool.join(successor.remote)
-        assert successor.core.version == 1
-        await loading
-
-    run(check, tiny_model)
+async def test_an_update_waits_for_an_engine_when_none_is_left(bench: Pooled):
+    policy, only = Policy(bench), await bench.join()
+    await policy.publish(0)
+    gate = Gate(only, "_stage")
+    loading = asyncio.ensure_future(policy.publish(1))
+    await gate.reached()
+    only.ends["control"]._writer.transport.abort()
+    await asyncio.sleep(0.05)
+    assert not bench.pool.engines and not loading.done()
+    gate.open()
+    successor = await bench.start(slots=4, context=96)
+    await bench.pool.join(successor.remote)
+    assert successor.core.version == 1
+    await loading
 
 
 @pytest.mark.parametrize("newest", [1, 2])
-def test_who_joins_holds_the_newest_version_first(tiny_model, newest):
+async def test_who_joins_holds_the_newest_version_first(bench: Pooled, newest):
     """Also when that changes while it reads an older one, and when what it reads is overwritten meanwhile (by the next but
     one): it never draws with anything else."""
-
-    async def check(bench: Pooled) -> None:
-        policy, old = Policy(bench), await bench.join()
-        await policy.publish(0)
-        late = await bench.start(slots=4, context=96)
-        gate = Gate(late, "_stage")
-        joining = asyncio.ensure_future(bench.pool.join(late.remote))
-        await gate.reached()
-        for version in range(1, newest + 1):
-            await policy.publish(version)
-        assert not joining.done() and bench.pool.engines == [old.remote]
-        gate.open()
-        await joining
-        assert late.core.version == newest and bench.pool.engines == [old.remote, late.remote]
-        drawn = await late.engine.score([prompt()])
-        assert np.array_equal(drawn[0], (await old.engine.score([prompt()]))[0])
-
-    run(check, tiny_model)
+    policy, old = Policy(bench), await bench.join()
+    await policy.publish(0)
+    late = await bench.start(slots=4, context=96)
+    gate = Gate(late, "_stage")
+    joining = asyncio.ensure_future(bench.pool.join(late.remote))
+    await gate.reached()
+    for version in range(1, newest + 1):
+        await policy.publish(version)
+    assert not joining.done() and bench.pool.engines == [old.remote]
+    gate.open()
+    await joining
+    assert late.core.version == newest and bench.pool.engines == [old.remote, late.remote]
+    drawn = await late.engine.score([prompt()])
+    assert np.array_equal(drawn[0], (await old.engine.score([prompt()]))[0])
 
 
-def test_an_update_that_is_refused_is_wanted_no_more(tiny_model):
-    async def check(bench: Pooled) -> None:
-        policy, far = Policy(bench), await bench.join()
-        await policy.publish(0)
-        update = await policy.send(1)
-        bench.parcel(update)[100] ^= 1
-        with pytest.raises(SyncError, match=r"version 1: tensor .* differs from what was sent"):
-            await bench.pool.load(update)
-        bench.sync.abort(update)
-        late = await bench.join()
-        assert (far.core.version, late.core.version) == (0, 0) and late.remote.update is far.remote.update
-
-    run(check, tiny_model)
+async def test_an_update_that_is_refused_is_wanted_no_more(bench: Pooled):
+    policy, far = Policy(bench), await bench.join()
+    await policy.publish(0)
+    update = await policy.send(1)
+    bench.parcel(update)[100] ^= 1
+    with pytest.raises(SyncError, match=r"version 1: tensor .* differs from what was sent"):
+        await bench.pool.load(update)
+    bench.sync.abort(update)
+    late = await bench.join()
+    assert (far.core.version, late.core.version) == (0, 0) and late.remote.update is far.remote.update
 
 
 # Pausing
 
 
-def test_who_joins_a_paused_pool_stands_still_with_it(tiny_model):
-    async def check(bench: Pooled) -> None:
-        await bench.pool.pause(Interrupt.KEEP)
-        far = await bench.join()
-        call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=4)))
-        await until(lambda: far.core.num_waiting == 1)
-        await asyncio.sleep(0.03)
-        assert far.core.num_sampled == 0
-        await bench.pool.resume()
-        assert (await call).num_sampled == 4
-
-    run(check, tiny_model)
+async def test_who_joins_a_paused_pool_stands_still_with_it(bench: Pooled):
+    await bench.pool.pause(Interrupt.KEEP)
+    far = await bench.join()
+    call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=4)))
+    await until(lambda: far.core.num_waiting == 1)
+    await asyncio.sleep(0.03)
+    assert far.core.num_sampled == 0
+    await bench.pool.resume()
+    assert (await call).num_sampled == 4
 
 
-def test_what_changes_while_a_joining_engine_is_paused_reaches_it_too(tiny_model):
-    async def check(bench: Pooled) -> None:
-        policy, _ = Policy(bench), await bench.join()
-        await policy.publish(0)
-        late = await bench.start(slots=4, context=96)
-        pause, is_reached, may_go = late.engine.pause, asyncio.Event(), asyncio.Event()
+async def test_what_changes_while_a_joining_engine_is_paused_reaches_it_too(bench: Pooled):
+    policy, _ = Policy(bench), await bench.join()
+    await policy.publish(0)
+    late = await bench.start(slots=4, context=96)
+    pause, is_reached, may_go = late.engine.pause, asyncio.Event(), asyncio.Event()
 
-        async def held(interrupt: Interrupt) -> None:
-            await pause(interrupt)
-            is_reached.set()
-            await may_go.wait()
+    async def held(interrupt: Interrupt) -> None:
+        await pause(interrupt)
+        is_reached.set()
+        await may_go.wait()
 
-        late.engine.pause = held  # type: ignore[method-assign]
-        await bench.pool.pause(Interrupt.KEEP)
-        joining = asyncio.ensure_future(bench.pool.join(late.remote))
-        await is_reached.wait()
-        await policy.publish(1)
-        await bench.pool.resume()
-        may_go.set()
-        await joining
-        assert late.core.version == 1
-        bench.pool.lose(bench.far[0].remote)
-        assert (await bench.pool.generate(prompt(), Sampling(max_tokens=4))).versions[-1] == 1
-
-    run(check, tiny_model)
+    late.engine.pause = held  # type: ignore[method-assign]
+    await bench.pool.pause(Interrupt.KEEP)
+    joining = asyncio.ensure_future(bench.pool.join(late.remote))
+    await is_reached.wait()
+    await policy.publish(1)
+    await bench.pool.resume()
+    may_go.set()
+    await joining
+    assert late.core.version == 1
+    bench.pool.lose(bench.far[0].remote)
+    assert (await bench.pool.generate(prompt(), Sampling(max_tokens=4))).versions[-1] == 1
 
 
 # Forks of what is pinned
@@ -662,24 +574,21 @@ def engine_of(rollout: Rollout) -> str:
     return rollout.calls[-1].engine
 
 
-def test_a_next_turn_and_a_fork_go_to_the_engine_that_has_their_keys(tiny_model):
-    async def check(bench: Pooled) -> None:
-        fars = [await bench.join(slots=2) for _ in range(3)]
-        await until(lambda: all(far.remote.credit > 0 for far in fars))
-        first = Sampling(max_tokens=20, seed=3)
-        parents = await asyncio.gather(*(bench.pool.generate(prompt(f"r{i}", seed=i), first) for i in range(12)))
-        assert len(set(map(engine_of, parents))) == 3
-        await until(lambda: all(far.remote.credit == 4 for far in fars))
-        rows = [count_prompt_rows(far) for far in fars]
-        turns = [parent.append([7, 8, 9]) for parent in parents[:6]]
-        forks = [parent.forked(11 + i, id=f"fork {i}") for i, parent in enumerate(parents[6:])]
-        done = await asyncio.gather(*(bench.pool.generate(each, Sampling(max_tokens=5)) for each in (*turns, *forks)))
-        moved = sum(engine_of(each) != engine_of(parent) for each, parent in zip(done, parents, strict=True))
-        assert bench.pool.turns == {"returned": 12 - moved} | ({"moved": moved} if moved else {})
-        if not moved:
-            assert sum(map(sum, rows)) == 6 * (1 + 3) + 6, "the last token, which predicts the next, and the replies"
-
-    run(check, tiny_model)
+async def test_a_next_turn_and_a_fork_go_to_the_engine_that_has_their_keys(bench: Pooled):
+    fars = [await bench.join(slots=2) for _ in range(3)]
+    await until(lambda: all(far.remote.credit > 0 for far in fars))
+    first = Sampling(max_tokens=20, seed=3)
+    parents = await asyncio.gather(*(bench.pool.generate(prompt(f"r{i}", seed=i), first) for i in range(12)))
+    assert len(set(map(engine_of, parents))) == 3
+    await until(lambda: all(far.remote.credit == 4 for far in fars))
+    rows = [count_prompt_rows(far) for far in fars]
+    turns = [parent.append([7, 8, 9]) for parent in parents[:6]]
+    forks = [parent.forked(11 + i, id=f"fork {i}") for i, parent in enumerate(parents[6:])]
+    done = await asyncio.gather(*(bench.pool.generate(each, Sampling(max_tokens=5)) for each in (*turns, *forks)))
+    moved = sum(engine_of(each) != engine_of(parent) for each, parent in zip(done, parents, strict=True))
+    assert bench.pool.turns == {"returned": 12 - moved} | ({"moved": moved} if moved else {})
+    if not moved:
+        assert sum(map(sum, rows)) == 6 * (1 + 3) + 6, "the last token, which predicts the next, and the replies"
 
 
 async def finished_parent(bench: Pooled) -> tuple[Rollout, Far, Far]:
@@ -692,76 +601,65 @@ async def finished_parent(bench: Pooled) -> tuple[Rollout, Far, Far]:
     return parent, home, other
 
 
-def test_a_turn_waits_for_its_engine_unless_another_has_a_free_slot(tiny_model):
-    async def check(bench: Pooled) -> None:
-        for _ in range(2):
-            await bench.join(slots=1)
-        parent, home, other = await finished_parent(bench)
+async def test_a_turn_waits_for_its_engine_unless_another_has_a_free_slot(bench: Pooled):
+    for _ in range(2):
+        await bench.join(slots=1)
+    parent, home, other = await finished_parent(bench)
 
-        def go_on(name: str, *, tokens: int) -> asyncio.Future[Rollout]:
-            return asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=name), Sampling(max_tokens=tokens)))
+    def go_on(name: str, *, tokens: int) -> asyncio.Future[Rollout]:
+        return asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=name), Sampling(max_tokens=tokens)))
 
-        home.remote.is_behind = True
-        new = asyncio.ensure_future(bench.pool.generate(prompt("new"), Sampling(max_tokens=80)))
-        await until(lambda: other.remote.credit == 1)
-        home.remote.is_behind = False
-        busy = [go_on(f"busy {index}", tokens=40) for index in range(2)]
-        await until(lambda: home.remote.credit == 0)
-        waiting, unwanted = go_on("waiting", tokens=3), go_on("unwanted", tokens=3)
-        await asyncio.sleep(0.02)
-        assert bench.pool.num_waiting == 2 and other.remote.credit == 1, "it has room for one more, and no free slot"
-        unwanted.cancel()
-        await asyncio.sleep(0)
-        assert bench.pool.num_waiting == 1
-        assert engine_of(await waiting) == home.name
-        assert [engine_of(each) for each in await asyncio.gather(*busy)] == [home.name] * 2
-        await new
-        await until(lambda: home.remote.credit == other.remote.credit == 2)
-        before = bench.pool.turns["moved"]
-        calls = [go_on(f"many {index}", tokens=40) for index in range(4)]
-        went = Counter(map(engine_of, await asyncio.gather(*calls)))
-        assert went[other.name] >= 1 and bench.pool.turns["moved"] - before == went[other.name]
-
-    run(check, tiny_model)
+    home.remote.is_behind = True
+    new = asyncio.ensure_future(bench.pool.generate(prompt("new"), Sampling(max_tokens=80)))
+    await until(lambda: other.remote.credit == 1)
+    home.remote.is_behind = False
+    busy = [go_on(f"busy {index}", tokens=40) for index in range(2)]
+    await until(lambda: home.remote.credit == 0)
+    waiting, unwanted = go_on("waiting", tokens=3), go_on("unwanted", tokens=3)
+    await asyncio.sleep(0.02)
+    assert bench.pool.num_waiting == 2 and other.remote.credit == 1, "it has room for one more, and no free slot"
+    unwanted.cancel()
+    await asyncio.sleep(0)
+    assert bench.pool.num_waiting == 1
+    assert engine_of(await waiting) == home.name
+    assert [engine_of(each) for each in await asyncio.gather(*busy)] == [home.name] * 2
+    await new
+    await until(lambda: home.remote.credit == other.remote.credit == 2)
+    before = bench.pool.turns["moved"]
+    calls = [go_on(f"many {index}", tokens=40) for index in range(4)]
+    went = Counter(map(engine_of, await asyncio.gather(*calls)))
+    assert went[other.name] >= 1 and bench.pool.turns["moved"] - before == went[other.name]
 
 
-def test_turns_of_a_lost_engines_rollouts_go_to_another(tiny_model):
+async def test_turns_of_a_lost_engines_rollouts_go_to_another(bench: Pooled):
     """Those sent to it, those that waited for it, and those asked for afterwards."""
-
-    async def check(bench: Pooled) -> None:
-        for _ in range(2):
-            await bench.join(slots=1)
-        parent, home, other = await finished_parent(bench)
-        calls = [
-            asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"f{i}"), Sampling(max_tokens=30, seed=i)))
-            for i in range(5)
-        ]
-        await until(lambda: len(home.requests) == 2)
-        home.kill()
-        await until(lambda: home.remote.is_lost)
-        for index, fork in enumerate(await asyncio.gather(*calls)):
-            assert engine_of(fork) == other.name and fork.num_sampled == 33 and fork.id == f"f{index}"
-        again = await bench.pool.generate(parent.append([7]), Sampling(max_tokens=3))
-        assert engine_of(again) == other.name and bench.pool.num_waiting == 0
-
-    run(check, tiny_model)
+    for _ in range(2):
+        await bench.join(slots=1)
+    parent, home, other = await finished_parent(bench)
+    calls = [
+        asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"f{i}"), Sampling(max_tokens=30, seed=i)))
+        for i in range(5)
+    ]
+    await until(lambda: len(home.requests) == 2)
+    home.kill()
+    await until(lambda: home.remote.is_lost)
+    for index, fork in enumerate(await asyncio.gather(*calls)):
+        assert engine_of(fork) == other.name and fork.num_sampled == 33 and fork.id == f"f{index}"
+    again = await bench.pool.generate(parent.append([7]), Sampling(max_tokens=3))
+    assert engine_of(again) == other.name and bench.pool.num_waiting == 0
 
 
-def test_turns_do_not_wait_for_an_engine_that_is_behind(tiny_model):
-    async def check(bench: Pooled) -> None:
-        for _ in range(2):
-            await bench.join(slots=1)
-        parent, home, other = await finished_parent(bench)
-        busy = [
-            asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"busy {i}"), Sampling(max_tokens=60)))
-            for i in range(5)
-        ]
-        await until(lambda: bool(home.remote.bound))
-        home.remote.is_behind = True
-        assert engine_of(await bench.pool.generate(parent.append([7]), Sampling(max_tokens=3))) == other.name
-        await asyncio.gather(*busy)
-
-    run(check, tiny_model)
+async def test_turns_do_not_wait_for_an_engine_that_is_behind(bench: Pooled):
+    for _ in range(2):
+        await bench.join(slots=1)
+    parent, home, other = await finished_parent(bench)
+    busy = [
+        asyncio.ensure_future(bench.pool.generate(parent.forked(9, id=f"busy {i}"), Sampling(max_tokens=60))) for i in range(5)
+    ]
+    await until(lambda: bool(home.remote.bound))
+    home.remote.is_behind = True
+    assert engine_of(await bench.pool.generate(parent.append([7]), Sampling(max_tokens=3))) == other.name
+    await asyncio.gather(*busy)
 
 
 # Later turns: only what is new travels
@@ -785,83 +683,69 @@ def sent_tokens(far: Far) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=9), Sampling(max_tokens=9, top_k=5, min_tokens=2, stop_ids=(3,))])
-def test_of_a_later_turn_only_what_is_new_travels(tiny_model, sampling):
+async def test_of_a_later_turn_only_what_is_new_travels(bench: Pooled, sampling):
     """And the rollout is the one that an engine in this process makes of it."""
-
-    async def check(bench: Pooled) -> None:
-        bench.record_entropy = True
-        far = await bench.join(slots=2)
-        to, back = sent_tokens(far)
-        rollout = prompt("r", length=12)
-        alone = rollout
-        for turn in range(4):
-            seeded, start = sampling.with_seed(turn), len(rollout)
-            rollout = await bench.pool.generate(rollout, seeded)
-            alone = await far.engine.generate(alone.replace(id=f"alone {turn}"), seeded)
-            assert back[-1] == (len(rollout) if turn == 0 else len(rollout) - start)
-            for name in ("token_ids", "source", "loss_mask", "versions", "sampling_mask", "finish_reason", "lineage"):
-                assert np.array_equal(getattr(rollout, name), getattr(alone, name)), (turn, name)
-            np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5)
-            np.testing.assert_allclose(rollout.columns[SAMPLED_ENTROPY], alone.columns[SAMPLED_ENTROPY], atol=1e-5)
-            spans = [[(call.start, call.stop, call.finish_reason) for call in each.calls] for each in (rollout, alone)]
-            assert spans[0] == spans[1] and len(spans[0]) == turn + 1
-            rollout, alone = rollout.append([7, 8 + turn]), alone.append([7, 8 + turn])
-        assert to == [12, 2, 2, 2]
-
-    run(check, tiny_model)
+    bench.record_entropy = True
+    far = await bench.join(slots=2)
+    to, back = sent_tokens(far)
+    rollout = prompt("r", length=12)
+    alone = rollout
+    for turn in range(4):
+        seeded, start = sampling.with_seed(turn), len(rollout)
+        rollout = await bench.pool.generate(rollout, seeded)
+        alone = await far.engine.generate(alone.replace(id=f"alone {turn}"), seeded)
+        assert back[-1] == (len(rollout) if turn == 0 else len(rollout) - start)
+        for name in ("token_ids", "source", "loss_mask", "versions", "sampling_mask", "finish_reason", "lineage"):
+            assert np.array_equal(getattr(rollout, name), getattr(alone, name)), (turn, name)
+        np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5)
+        np.testing.assert_allclose(rollout.columns[SAMPLED_ENTROPY], alone.columns[SAMPLED_ENTROPY], atol=1e-5)
+        spans = [[(call.start, call.stop, call.finish_reason) for call in each.calls] for each in (rollout, alone)]
+        assert spans[0] == spans[1] and len(spans[0]) == turn + 1
+        rollout, alone = rollout.append([7, 8 + turn]), alone.append([7, 8 + turn])
+    assert to == [12, 2, 2, 2]
 
 
-def test_what_an_engine_no_longer_has_is_sent_whole(tiny_model, monkeypatch):
+async def test_what_an_engine_no_longer_has_is_sent_whole(bench: Pooled, monkeypatch):
     """Because it held too much, because the history changed, or because it was restarted."""
-
-    async def check(bench: Pooled) -> None:
-        far = await bench.join(slots=2)
-        first = await bench.pool.generate(prompt("r", length=12), Sampling(max_tokens=9))
-        to, _ = sent_tokens(far)
-        tokens = first.token_ids.copy()
-        tokens[3] = 60 if tokens[3] != 60 else 61
-        changed = first.replace(token_ids=tokens).append([7])
-        second = await bench.pool.generate(changed, Sampling(max_tokens=9))
-        assert to == [1, len(changed)] and second.token_ids[: len(changed)].tolist() == changed.token_ids.tolist()
-        monkeypatch.setattr(worker, "_MOST_HELD", 0)
-        third = await bench.pool.generate(second.append([8]), Sampling(max_tokens=9))
-        fourth = await bench.pool.generate(third.append([9]), Sampling(max_tokens=9))
-        assert to[2:] == [1, 1, len(third) + 1] and len(fourth) == len(third) + 10 and not far.worker._held
-        assert far.remote.credit == 4 and not far.worker._requests
-
-    run(check, tiny_model)
+    far = await bench.join(slots=2)
+    first = await bench.pool.generate(prompt("r", length=12), Sampling(max_tokens=9))
+    to, _ = sent_tokens(far)
+    tokens = first.token_ids.copy()
+    tokens[3] = 60 if tokens[3] != 60 else 61
+    changed = first.replace(token_ids=tokens).append([7])
+    second = await bench.pool.generate(changed, Sampling(max_tokens=9))
+    assert to == [1, len(changed)] and second.token_ids[: len(changed)].tolist() == changed.token_ids.tolist()
+    monkeypatch.setattr(worker, "_MOST_HELD", 0)
+    third = await bench.pool.generate(second.append([8]), Sampling(max_tokens=9))
+    fourth = await bench.pool.generate(third.append([9]), Sampling(max_tokens=9))
+    assert to[2:] == [1, 1, len(third) + 1] and len(fourth) == len(third) + 10 and not far.worker._held
+    assert far.remote.credit == 4 and not far.worker._requests
 
 
-def test_a_call_cancelled_while_its_rollout_is_asked_for_gives_its_place_back(tiny_model):
-    async def check(bench: Pooled) -> None:
-        far = await bench.join(slots=2)
-        first = await bench.pool.generate(prompt("r"), Sampling(max_tokens=9))
-        await until(lambda: far.remote.credit == 4)
-        far.worker._held.clear()
-        asked, take = asyncio.Event(), far.remote._take_missing
-        far.remote.data.notices["missing"] = lambda keys: (call.cancel(), asked.set(), late.append(keys))  # type: ignore
-        late: list[list[int]] = []
-        call = asyncio.ensure_future(bench.pool.generate(first.append([7]), Sampling(max_tokens=9)))
-        await asked.wait()
-        await asyncio.gather(call, return_exceptions=True)
-        far.remote.data.notices["missing"] = take  # type: ignore[union-attr]
-        take(late[0])
-        await until(lambda: far.remote.credit == 4)
-        assert not far.remote.requests and not far.worker._requests
-        assert (await bench.pool.generate(first.append([7]), Sampling(max_tokens=9))).num_sampled == 18
-
-    run(check, tiny_model)
+async def test_a_call_cancelled_while_its_rollout_is_asked_for_gives_its_place_back(bench: Pooled):
+    far = await bench.join(slots=2)
+    first = await bench.pool.generate(prompt("r"), Sampling(max_tokens=9))
+    await until(lambda: far.remote.credit == 4)
+    far.worker._held.clear()
+    asked, take = asyncio.Event(), far.remote._take_missing
+    far.remote.data.notices["missing"] = lambda keys: (call.cancel(), asked.set(), late.append(keys))  # type: ignore
+    late: list[list[int]] = []
+    call = asyncio.ensure_future(bench.pool.generate(first.append([7]), Sampling(max_tokens=9)))
+    await asked.wait()
+    await asyncio.gather(call, return_exceptions=True)
+    far.remote.data.notices["missing"] = take  # type: ignore[union-attr]
+    take(late[0])
+    await until(lambda: far.remote.credit == 4)
+    assert not far.remote.requests and not far.worker._requests
+    assert (await bench.pool.generate(first.append([7]), Sampling(max_tokens=9))).num_sampled == 18
 
 
-def test_an_episode_that_has_ended_is_held_by_no_engine(tiny_model):
-    async def check(bench: Pooled) -> None:
-        fars = [await bench.join(slots=2) for _ in range(2)]
-        names = [f"r{index}" for index in range(6)]
-        done = await asyncio.gather(*(bench.pool.generate(prompt(name), Sampling(max_tokens=9)) for name in names))
-        assert sum(len(far.worker._held) for far in fars) == 6
-        bench.pool.release([rollout.id for rollout in done[1:]])
-        await until(lambda: sum(len(far.worker._held) for far in fars) == 1)
-        assert sum(far.worker._num_held for far in fars) == done[0].num_bytes
-        await until(lambda: sum(far.core.scheduler.pool.kept(name).num_tokens > 0 for far in fars for name in names) == 1)
-
-    run(check, tiny_model)
+async def test_an_episode_that_has_ended_is_held_by_no_engine(bench: Pooled):
+    fars = [await bench.join(slots=2) for _ in range(2)]
+    names = [f"r{index}" for index in range(6)]
+    done = await asyncio.gather(*(bench.pool.generate(prompt(name), Sampling(max_tokens=9)) for name in names))
+    assert sum(len(far.worker._held) for far in fars) == 6
+    bench.pool.release([rollout.id for rollout in done[1:]])
+    await until(lambda: sum(len(far.worker._held) for far in fars) == 1)
+    assert sum(far.worker._num_held for far in fars) == done[0].num_bytes
+    await until(lambda: sum(far.core.scheduler.pool.kept(name).num_tokens > 0 for far in fars for name in names) == 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tracemalloc
 from types import SimpleNamespace
 
@@ -50,24 +51,23 @@ class Asked:
         )
 
 
-def run(check, *, calls: int) -> None:
-    async def whole() -> None:
-        asked = Asked(EnginePool(), calls)
-        await asked.pool.join(asked.engine)
-        asked.tell("pull", calls)
-        for _ in range(4):
-            await asyncio.sleep(0)
-        assert len(asked.engine.requests) == calls
-        await check(asked)
-        for task in asked.tasks:
-            task.cancel()
-        await asyncio.gather(*asked.tasks, return_exceptions=True)
+@contextlib.asynccontextmanager
+async def asking(*, calls: int):
+    """A pool with so many calls at one engine."""
+    asked = Asked(EnginePool(), calls)
+    await asked.pool.join(asked.engine)
+    asked.tell("pull", calls)
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert len(asked.engine.requests) == calls
+    yield asked
+    for task in asked.tasks:
+        task.cancel()
+    await asyncio.gather(*asked.tasks, return_exceptions=True)
 
-    asyncio.run(whole())
 
-
-def test_a_token_in_flight_takes_at_most_16_bytes_however_often_it_is_reported() -> None:
-    async def check(asked: Asked) -> None:
+async def test_a_token_in_flight_takes_at_most_16_bytes_however_often_it_is_reported() -> None:
+    async with asking(calls=20) as asked:
         asked.report(1)
         tracemalloc.start()
         for second in range(400):
@@ -83,11 +83,9 @@ def test_a_token_in_flight_takes_at_most_16_bytes_however_often_it_is_reported()
         assert np.bincount(partial.versions[2:]).tolist() == [501, 500, 500, 500] and partial.logprobs[-1] == -0.5
         assert (partial.finish_reason, partial.lineage, partial.calls[0].stop) == (FinishReason.ABORT, "life", 2003)
 
-    run(check, calls=20)
 
-
-def test_no_report_is_kept() -> None:
-    async def check(asked: Asked) -> None:
+async def test_no_report_is_kept() -> None:
+    async with asking(calls=2) as asked:
         mask = SamplingMask.from_rows([np.array([4, 5]), np.array([], int), np.array([6])])
         messages = [asked.report(3, masks={"0": mask}), asked.report(3), asked.report(3, masks={"0": mask, "1": mask})]
         for request in asked.engine.requests.values():
@@ -103,11 +101,9 @@ def test_no_report_is_kept() -> None:
         assert [second.row(2 + place).tolist() for place in range(9)] == [*[[]] * 6, *rows]
         assert first.row(0).tolist() == first.row(1).tolist() == []
 
-    run(check, calls=2)
 
-
-def test_asking_what_is_in_flight_copies_no_tokens() -> None:
-    async def check(asked: Asked) -> None:
+async def test_asking_what_is_in_flight_copies_no_tokens() -> None:
+    async with asking(calls=50) as asked:
         asked.report(20_000)
         tracemalloc.start()
         found = await asked.pool.in_flight()
@@ -119,11 +115,9 @@ def test_asking_what_is_in_flight_copies_no_tokens() -> None:
             "as it was"
         )
 
-    run(check, calls=50)
 
-
-def test_the_oldest_version_of_a_resumed_call_is_that_of_its_earlier_calls() -> None:
-    async def check(asked: Asked) -> None:
+async def test_the_oldest_version_of_a_resumed_call_is_that_of_its_earlier_calls() -> None:
+    async with asking(calls=1) as asked:
         asked.report(3, version=4)
         partial = (await asked.pool.in_flight())[0].partial()
         resumed = asyncio.ensure_future(asked.pool.generate(partial, Sampling()))
@@ -135,11 +129,9 @@ def test_the_oldest_version_of_a_resumed_call_is_that_of_its_earlier_calls() -> 
         found = await asked.pool.in_flight()
         assert [(call.oldest, call.num_sampled, call.partial().num_sampled) for call in found] == [(4, 5, 5), (4, 2, 5)]
 
-    run(check, calls=1)
 
-
-def test_long_rollouts_that_ended_together_do_not_keep_each_other_in_memory() -> None:
-    async def check(asked: Asked) -> None:
+async def test_long_rollouts_that_ended_together_do_not_keep_each_other_in_memory() -> None:
+    async with asking(calls=3) as asked:
         asked.report(400)
         partials = [call.partial() for call in await asked.pool.in_flight()]
         keys = np.array(list(asked.engine.requests))
@@ -147,5 +139,3 @@ def test_long_rollouts_that_ended_together_do_not_keep_each_other_in_memory() ->
         for rollout, partial in zip(await asyncio.gather(*asked.tasks), partials, strict=True):
             assert rollout == partial
             assert not any(np.shares_memory(getattr(rollout, name), message["rollouts"][name]) for name in NAMES)
-
-    run(check, calls=3)

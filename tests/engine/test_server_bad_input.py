@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import time
@@ -15,7 +16,7 @@ from headrace.engine.server.http import MAX_BODY
 from headrace.model.tiny import build_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator
 
 COMPLETIONS, CHAT, SCORE, PAUSE = "/v1/completions", "/v1/chat/completions", "/control/score", "/control/pause"
 PLAIN = {
@@ -28,17 +29,18 @@ JSON_TYPE = {"Content-Type": "application/json"}
 CONTROL = {"Authorization": "Bearer control"}
 
 
+@contextlib.asynccontextmanager
+async def still_serving(model: str, **options: Any) -> AsyncIterator[Bench]:
+    """A server that still answers when the test is over."""
+    async with serving(model, control_token="control", **options) as bench:
+        yield bench
+        assert (await bench.complete(max_tokens=3, ignore_eos=True)).usage.completion_tokens == 3
+        assert (await bench.get("/health"))[0] == 200
+
+
 @pytest.fixture
-def run(tiny_model: str) -> Callable[..., Any]:
-    def runner(test: Callable[[Bench], Any], **options: Any) -> None:
-        async def check(bench: Bench) -> None:
-            await test(bench)
-            assert (await bench.complete(max_tokens=3, ignore_eos=True)).usage.completion_tokens == 3
-            assert (await bench.get("/health"))[0] == 200
-
-        serving(tiny_model)(check, control_token="control", **options)
-
-    return runner
+def bench(tiny_model: str) -> Any:
+    return still_serving(tiny_model)
 
 
 async def send(bench: Bench, path: str, data: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
@@ -153,15 +155,12 @@ WRONG = [
 ]
 
 
-def test_every_field_that_is_wrong_is_named(run):
-    async def check(bench: Bench) -> None:
-        for path, name, text, message in WRONG:
-            status, error = await send(bench, path, with_field(path, name, text))
-            assert status == 400 and message in error["message"], (path, name, text[:80], error)
-            assert error["param"].rstrip("…").startswith(name[:50]), (path, name, text[:80], error)
-            assert len(error["message"]) < 500 and error["type"] == "invalid_request_error"
-
-    run(check)
+async def test_every_field_that_is_wrong_is_named(bench: Bench):
+    for path, name, text, message in WRONG:
+        status, error = await send(bench, path, with_field(path, name, text))
+        assert status == 400 and message in error["message"], (path, name, text[:80], error)
+        assert error["param"].rstrip("…").startswith(name[:50]), (path, name, text[:80], error)
+        assert len(error["message"]) < 500 and error["type"] == "invalid_request_error"
 
 
 def fields(path: str) -> list[str]:
@@ -169,122 +168,99 @@ def fields(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("depth", [101, 300, 900, 100_000])
-def test_deeply_nested_values_are_refused_wherever_they_are(run, depth):
+async def test_deeply_nested_values_are_refused_wherever_they_are(bench: Bench, depth):
     """Some are deep enough for the reader of JSON to give up, some only for those who walk what it read."""
-
-    async def check(bench: Bench) -> None:
-        for path in PLAIN:
-            for name in fields(path):
-                for opens, closes in (("[", "]"), ('{"a":', "}")):
-                    value = opens * depth + "1" + closes * depth
-                    status, error = await send(bench, path, with_field(path, name, value))
-                    assert status == 400 and ("100 deep" in error["message"] or "not JSON" in error["message"]), (
-                        path,
-                        name,
-                        error,
-                    )
-                    assert len(error["message"]) < 500
-
-    run(check)
+    for path in PLAIN:
+        for name in fields(path):
+            for opens, closes in (("[", "]"), ('{"a":', "}")):
+                value = opens * depth + "1" + closes * depth
+                status, error = await send(bench, path, with_field(path, name, value))
+                assert status == 400 and ("100 deep" in error["message"] or "not JSON" in error["message"]), (
+                    path,
+                    name,
+                    error,
+                )
+                assert len(error["message"]) < 500
 
 
-def test_values_as_deep_as_schemas_are_taken(run):
-    async def check(bench: Bench) -> None:
-        for depth in (50, 98):
-            value = '{"a":' * depth + "1" + "}" * depth
-            async with bench.http.post(
-                bench.url + CHAT, data=with_field(CHAT, "metadata", value), headers=JSON_TYPE
-            ) as response:
-                assert response.status == 200, await response.text()
-
-    run(check)
+async def test_values_as_deep_as_schemas_are_taken(bench: Bench):
+    for depth in (50, 98):
+        value = '{"a":' * depth + "1" + "}" * depth
+        async with bench.http.post(bench.url + CHAT, data=with_field(CHAT, "metadata", value), headers=JSON_TYPE) as response:
+            assert response.status == 200, await response.text()
 
 
-def test_a_body_that_is_no_json_object(run):
-    async def check(bench: Bench) -> None:
-        for path in PLAIN:
-            for data in (
-                b"{",
-                b"[1]",
-                b"3",
-                b"NaN",
-                b'"x"',
-                b"null",
-                b"\xff\xfe",
-                b'{"a": 1}x',
-                b"{'prompt': 1}",
-                b'{"n": 01}',
-            ):
-                status, error = await send(bench, path, data)
-                assert status == 400 and error["code"] == "invalid_json", (path, data, error)
-            status, error = await send(bench, path, b'{"n": ' + b"9" * 5000 + b"}")
-            assert status == 400 and "not JSON" in error["message"]
-        for path in (COMPLETIONS, CHAT, SCORE):
-            status, error = await send(bench, path, b"")
-            assert status == 400 and error["param"] in ("prompt", "messages", "token_ids")
-
-    run(check)
-
-
-def test_a_body_that_is_of_another_type_or_does_not_unpack(run):
-    async def check(bench: Bench) -> None:
-        body = json.dumps(PLAIN[COMPLETIONS]).encode()
-        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonx"):
-            for path in PLAIN:
-                status, error = await send(bench, path, body, **{"Content-Type": kind})
-                assert status == 415 and "must be application/json" in error["message"]
-        zipped = {"Content-Encoding": "gzip"}
-        async with bench.http.post(bench.url + COMPLETIONS, data=gzip.compress(body), headers={**JSON_TYPE, **zipped}) as good:
-            assert good.status == 200
-        assert (await send(bench, COMPLETIONS, b"not gzip", **zipped))[0] == 400
-        assert (await send(bench, COMPLETIONS, gzip.compress(b" " * (MAX_BODY + 1)), **zipped))[0] == 413
-
-    run(check)
-
-
-def test_what_is_not_http_ends_its_own_connection_only(run):
-    async def check(bench: Bench) -> None:
-        port = int(bench.url.rsplit(":", 1)[1])
+async def test_a_body_that_is_no_json_object(bench: Bench):
+    for path in PLAIN:
         for data in (
-            b"\x16\x03\x01\x02\x00\x01",
-            b"GARBAGE\r\n\r\n",
-            b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+            b"{",
+            b"[1]",
+            b"3",
+            b"NaN",
+            b'"x"',
+            b"null",
+            b"\xff\xfe",
+            b'{"a": 1}x',
+            b"{'prompt': 1}",
+            b'{"n": 01}',
         ):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(data)
-            writer.write_eof()
-            answer = await asyncio.wait_for(reader.read(), timeout=10)
-            assert answer == b"" or b" 400 " in answer.splitlines()[0]
-            writer.close()
+            status, error = await send(bench, path, data)
+            assert status == 400 and error["code"] == "invalid_json", (path, data, error)
+        status, error = await send(bench, path, b'{"n": ' + b"9" * 5000 + b"}")
+        assert status == 400 and "not JSON" in error["message"]
+    for path in (COMPLETIONS, CHAT, SCORE):
+        status, error = await send(bench, path, b"")
+        assert status == 400 and error["param"] in ("prompt", "messages", "token_ids")
 
-    run(check)
+
+async def test_a_body_that_is_of_another_type_or_does_not_unpack(bench: Bench):
+    body = json.dumps(PLAIN[COMPLETIONS]).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonx"):
+        for path in PLAIN:
+            status, error = await send(bench, path, body, **{"Content-Type": kind})
+            assert status == 415 and "must be application/json" in error["message"]
+    zipped = {"Content-Encoding": "gzip"}
+    async with bench.http.post(bench.url + COMPLETIONS, data=gzip.compress(body), headers={**JSON_TYPE, **zipped}) as good:
+        assert good.status == 200
+    assert (await send(bench, COMPLETIONS, b"not gzip", **zipped))[0] == 400
+    assert (await send(bench, COMPLETIONS, gzip.compress(b" " * (MAX_BODY + 1)), **zipped))[0] == 413
 
 
-def test_text_that_cannot_fit_is_refused_unread(run):
+async def test_what_is_not_http_ends_its_own_connection_only(bench: Bench):
+    port = int(bench.url.rsplit(":", 1)[1])
+    for data in (
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GARBAGE\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(data)
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), timeout=10)
+        assert answer == b"" or b" 400 " in answer.splitlines()[0]
+        writer.close()
+
+
+async def test_text_that_cannot_fit_is_refused_unread(bench: Bench):
     """Megabytes take many seconds to tokenize, in which the server would answer nobody."""
-
-    async def check(bench: Bench) -> None:
-        text = json.dumps("1 " * 4_000_000)
-        for path, name, value in (
-            (COMPLETIONS, "prompt", text),
-            (COMPLETIONS, "prompt", f"[{text}]"),
-            (CHAT, "messages", f'[{{"role": "user", "content": {text}}}]'),
-        ):
-            began = time.process_time()
-            status, error = await send(bench, path, with_field(path, name, value))
-            assert status == 400 and error["code"] == "context_length_exceeded" and error["param"] == name, error
-            assert time.process_time() - began < 3
-        status, error = await send(bench, COMPLETIONS, with_field(COMPLETIONS, "prompt", json.dumps("<|end|>" * 300)))
-        assert status == 400 and "the prompt has 300 tokens" in error["message"]
-
-    run(check)
+    text = json.dumps("1 " * 4_000_000)
+    for path, name, value in (
+        (COMPLETIONS, "prompt", text),
+        (COMPLETIONS, "prompt", f"[{text}]"),
+        (CHAT, "messages", f'[{{"role": "user", "content": {text}}}]'),
+    ):
+        began = time.process_time()
+        status, error = await send(bench, path, with_field(path, name, value))
+        assert status == 400 and error["code"] == "context_length_exceeded" and error["param"] == name, error
+        assert time.process_time() - began < 3
+    status, error = await send(bench, COMPLETIONS, with_field(COMPLETIONS, "prompt", json.dumps("<|end|>" * 300)))
+    assert status == 400 and "the prompt has 300 tokens" in error["message"]
 
 
-def test_token_ids_the_tokenizer_has_and_the_model_has_not_are_refused(run):
+async def test_token_ids_the_tokenizer_has_and_the_model_has_not_are_refused(tiny_model):
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<extra>"])
-
-    async def check(bench: Bench) -> None:
+    async with still_serving(tiny_model, tokenizer=tokenizer) as bench:
         for path, name, value in (
             (COMPLETIONS, "prompt", '"1<extra>"'),
             (CHAT, "messages", '[{"role": "user", "content": "<extra>"}]'),
@@ -292,5 +268,3 @@ def test_token_ids_the_tokenizer_has_and_the_model_has_not_are_refused(run):
             status, error = await send(bench, path, with_field(path, name, value))
             assert status == 400 and error["param"] == name
             assert "token id 102, which is outside the model's vocabulary of 102" in error["message"]
-
-    run(check, tokenizer=tokenizer)

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import openai
@@ -26,9 +26,6 @@ from headrace.model.load import load_model, load_tokenizer
 from headrace.partial import Interrupt
 from headrace.records import Rollout, Sampling
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 PENALTIES = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.9}
 SCHEMA = {
     "type": "object",
@@ -39,7 +36,7 @@ SCHEMA = {
 
 
 @pytest.fixture
-def run(tiny_model: str) -> Callable[..., Any]:
+def bench(tiny_model: str) -> Any:
     return serving(tiny_model)
 
 
@@ -92,7 +89,7 @@ SHAPES = [
 ]
 
 
-def test_tokens_and_top_logprobs_are_those_of_a_direct_forward_pass(run):
+async def test_tokens_and_top_logprobs_are_those_of_a_direct_forward_pass(bench: Bench):
     async def check_one(bench: Bench, options: dict[str, Any], shape: dict[str, Any]) -> None:
         asked = {"max_tokens": 9, "ignore_eos": True, "seed": 3, "return_token_ids": True, **options}
         choice = (await bench.complete("12+3", logprobs=4, **asked)).choices[0]
@@ -115,39 +112,30 @@ def test_tokens_and_top_logprobs_are_those_of_a_direct_forward_pass(run):
             values = [other.logprob for other in entry.top_logprobs]
             assert len(values) == 3 and values == sorted(values, reverse=True) and values[0] >= entry.logprob
 
-    async def check(bench: Bench) -> None:
-        for options, shape in SHAPES:
-            await check_one(bench, options, shape)
-
-    run(check)
+    for options, shape in SHAPES:
+        await check_one(bench, options, shape)
 
 
-def test_what_cannot_be_sampled_is_no_alternative(run):
-    async def check(bench: Bench) -> None:
-        entries = (await bench.chat(logprobs=True, top_logprobs=20, top_k=3, max_tokens=6, seed=1)).choices[0].logprobs.content
-        for entry in entries:
-            assert sum(np.exp(other.logprob) for other in entry.top_logprobs) == pytest.approx(1, abs=1e-5)
-            assert entry.token in {other.token for other in entry.top_logprobs} and len(entry.top_logprobs) == 3
-        plain = (await bench.chat(logprobs=True, top_k=3, max_tokens=6, seed=1)).choices[0].logprobs.content
-        assert [(entry.token, entry.top_logprobs) for entry in plain] == [(entry.token, []) for entry in entries]
-        echoed = (await bench.complete("12", echo=True, logprobs=1, max_tokens=1, seed=1)).choices[0].logprobs
-        assert echoed.top_logprobs[:2] == [None, None] and len(echoed.top_logprobs[2]) in (1, 2)
-
-    run(check)
+async def test_what_cannot_be_sampled_is_no_alternative(bench: Bench):
+    entries = (await bench.chat(logprobs=True, top_logprobs=20, top_k=3, max_tokens=6, seed=1)).choices[0].logprobs.content
+    for entry in entries:
+        assert sum(np.exp(other.logprob) for other in entry.top_logprobs) == pytest.approx(1, abs=1e-5)
+        assert entry.token in {other.token for other in entry.top_logprobs} and len(entry.top_logprobs) == 3
+    plain = (await bench.chat(logprobs=True, top_k=3, max_tokens=6, seed=1)).choices[0].logprobs.content
+    assert [(entry.token, entry.top_logprobs) for entry in plain] == [(entry.token, []) for entry in entries]
+    echoed = (await bench.complete("12", echo=True, logprobs=1, max_tokens=1, seed=1)).choices[0].logprobs
+    assert echoed.top_logprobs[:2] == [None, None] and len(echoed.top_logprobs[2]) in (1, 2)
 
 
-def test_one_shaped_request_changes_nothing_for_the_others(run):
-    async def check(bench: Bench) -> None:
-        plain = {"max_tokens": 30, "ignore_eos": True, "seed": 5, "return_token_ids": True}
-        alone = (await bench.complete("12+3", **plain)).choices[0].token_ids
-        shaped = {**plain, "ignore_eos": False, "structured_outputs": {"regex": "[0-9]{25}"}, **PENALTIES}
-        before = (await bench.complete("12+3", **shaped)).choices[0]
-        assert re.fullmatch("[0-9]{25}", before.text) and before.finish_reason == "stop"
-        together = await asyncio.gather(*(bench.complete("12+3", **each) for each in (plain, shaped, plain, shaped)))
-        ids = [answer.choices[0].token_ids for answer in together]
-        assert ids == [alone, before.token_ids, alone, before.token_ids]
-
-    run(check)
+async def test_one_shaped_request_changes_nothing_for_the_others(bench: Bench):
+    plain = {"max_tokens": 30, "ignore_eos": True, "seed": 5, "return_token_ids": True}
+    alone = (await bench.complete("12+3", **plain)).choices[0].token_ids
+    shaped = {**plain, "ignore_eos": False, "structured_outputs": {"regex": "[0-9]{25}"}, **PENALTIES}
+    before = (await bench.complete("12+3", **shaped)).choices[0]
+    assert re.fullmatch("[0-9]{25}", before.text) and before.finish_reason == "stop"
+    together = await asyncio.gather(*(bench.complete("12+3", **each) for each in (plain, shaped, plain, shaped)))
+    ids = [answer.choices[0].token_ids for answer in together]
+    assert ids == [alone, before.token_ids, alone, before.token_ids]
 
 
 FORMATS = {
@@ -159,7 +147,7 @@ FORMATS = {
 }
 
 
-def test_json_is_always_json(run):
+async def test_json_is_always_json(bench: Bench):
     async def check_format(bench: Bench, name: str) -> None:
         asked = {**FORMATS[name], "max_tokens": 200}
         answer = await bench.chat(n=4, seed=1, **asked)
@@ -174,14 +162,11 @@ def test_json_is_always_json(run):
         truncated = (await bench.chat(seed=1, **{**asked, "max_tokens": 1})).choices[0]
         assert truncated.finish_reason == "length" and truncated.message.content == "{"
 
-    async def check(bench: Bench) -> None:
-        assert bench.tokenizer.convert_ids_to_tokens([69, 98, 100, 101]) == ['"', "}", " ", "\n"]
-        await asyncio.gather(*(check_format(bench, name) for name in FORMATS))
-
-    run(check)
+    assert bench.tokenizer.convert_ids_to_tokens([69, 98, 100, 101]) == ['"', "}", " ", "\n"]
+    await asyncio.gather(*(check_format(bench, name) for name in FORMATS))
 
 
-def test_grammars_are_followed(run):
+async def test_grammars_are_followed(bench: Bench):
     cases = [
         ({"regex": r"(yes|no), [a-c]{2,4}!"}, r"(yes|no), [a-c]{2,4}!"),
         ({"choice": ['a "b"', "c\\d", "e\nf"]}, r'a "b"|c\\d|e\nf'),
@@ -198,30 +183,23 @@ def test_grammars_are_followed(run):
         stopped = await bench.complete("1", max_tokens=40, stop=stops, structured_outputs=given)
         assert stopped.choices[0].stop_reason in stops
 
-    async def check(bench: Bench) -> None:
-        await asyncio.gather(*(check_one(bench, *case) for case in cases))
-
-    run(check)
+    await asyncio.gather(*(check_one(bench, *case) for case in cases))
 
 
-def test_new_weights_in_the_middle_of_a_grammar(run):
+async def test_new_weights_in_the_middle_of_a_grammar(bench: Bench):
     """The same weights again: retracted or resumed, matcher and penalties read what was sampled before."""
-
-    async def check(bench: Bench) -> None:
-        asked = {"max_tokens": 60, "seed": 4, "structured_outputs": {"regex": "(ab[0-9]{3}c){8}"}, **PENALTIES}
-        expected = (await bench.complete("12+3", logprobs=2, **asked)).choices[0]
-        assert re.fullmatch("(ab[0-9]{3}c){8}", expected.text)
-        for version, interrupt in enumerate((Interrupt.KEEP, Interrupt.RETRACT, Interrupt.ABORT), start=1):
-            text, values = "", []
-            async for part in await bench.complete("12+3", logprobs=2, stream=True, **asked):
-                text += part.choices[0].text
-                values += part.choices[0].logprobs.token_logprobs
-                if len(text) == 10:
-                    await bench.publish(version, interrupt)
-            assert text == expected.text
-            np.testing.assert_allclose(values, expected.logprobs.token_logprobs, atol=1e-4)
-
-    run(check)
+    asked = {"max_tokens": 60, "seed": 4, "structured_outputs": {"regex": "(ab[0-9]{3}c){8}"}, **PENALTIES}
+    expected = (await bench.complete("12+3", logprobs=2, **asked)).choices[0]
+    assert re.fullmatch("(ab[0-9]{3}c){8}", expected.text)
+    for version, interrupt in enumerate((Interrupt.KEEP, Interrupt.RETRACT, Interrupt.ABORT), start=1):
+        text, values = "", []
+        async for part in await bench.complete("12+3", logprobs=2, stream=True, **asked):
+            text += part.choices[0].text
+            values += part.choices[0].logprobs.token_logprobs
+            if len(text) == 10:
+                await bench.publish(version, interrupt)
+        assert text == expected.text
+        np.testing.assert_allclose(values, expected.logprobs.token_logprobs, atol=1e-4)
 
 
 WRONG = [
@@ -272,50 +250,40 @@ WRONG = [
 ]
 
 
-def test_the_example_in_the_docs_runs(run, capsys):
+async def test_the_example_in_the_docs_runs(bench: Bench, capsys):
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     (example,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "structured_outputs" in text]
-
-    async def check(bench: Bench) -> None:
-        code = example.replace("http://127.0.0.1:8000", bench.url).replace("builtin:tiny", NAME)
-        await asyncio.to_thread(exec, code, {})
-        assert re.fullmatch(r"\{'kind': '(even|odd)', 'number': \d+\}\n\d\d\n", capsys.readouterr().out)
-
-    run(check)
+    code = example.replace("http://127.0.0.1:8000", bench.url).replace("builtin:tiny", NAME)
+    await asyncio.to_thread(exec, code, {})
+    assert re.fullmatch(r"\{'kind': '(even|odd)', 'number': \d+\}\n\d\d\n", capsys.readouterr().out)
 
 
-def test_what_is_wrong_is_refused_by_name(run, monkeypatch):
-    async def check(bench: Bench) -> None:
-        for options, param, message in WRONG:
-            status, body = await bench.post("/v1/completions", {"prompt": "1", "max_tokens": 3, **options})
-            assert status == 400 and body["error"]["param"] == param and message in body["error"]["message"], (options, body)
-        with pytest.raises(openai.BadRequestError, match="only for logprobs = true"):
-            await bench.chat(top_logprobs=2)
-        monkeypatch.setitem(sys.modules, "llguidance", None)
-        with pytest.raises(openai.BadRequestError, match=r"pip install 'headrace\[grammar\]'"):
-            await bench.chat(response_format={"type": "json_object"})
-        assert (await bench.chat(presence_penalty=1.0, max_tokens=2)).choices
-
-    run(check)
+async def test_what_is_wrong_is_refused_by_name(bench: Bench, monkeypatch):
+    for options, param, message in WRONG:
+        status, body = await bench.post("/v1/completions", {"prompt": "1", "max_tokens": 3, **options})
+        assert status == 400 and body["error"]["param"] == param and message in body["error"]["message"], (options, body)
+    with pytest.raises(openai.BadRequestError, match="only for logprobs = true"):
+        await bench.chat(top_logprobs=2)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(openai.BadRequestError, match=r"pip install 'headrace\[grammar\]'"):
+        await bench.chat(response_format={"type": "json_object"})
+    assert (await bench.chat(presence_penalty=1.0, max_tokens=2)).choices
 
 
-def test_a_grammar_is_compiled_once_and_the_last_are_kept(run, monkeypatch):
+async def test_a_grammar_is_compiled_once_and_the_last_are_kept(bench: Bench, monkeypatch):
     compiled = []
     compile_one = Grammars._compile
     monkeypatch.setattr(Grammars, "_compile", lambda self, given: compiled.append(given.text) or compile_one(self, given))
     monkeypatch.setattr(grammars, "_MAX_KEPT", 2)
 
-    async def check(bench: Bench) -> None:
-        async def ask(regex: str) -> None:
-            answer = await bench.complete("1", max_tokens=3, structured_outputs={"regex": regex})
-            assert answer.choices[0].text == regex
+    async def ask(regex: str) -> None:
+        answer = await bench.complete("1", max_tokens=3, structured_outputs={"regex": regex})
+        assert answer.choices[0].text == regex
 
-        await asyncio.gather(*(ask("a") for _ in range(4)))
-        for regex in "bacab":
-            await ask(regex)
-        assert compiled == ["a", "b", "c", "b"]
-
-    run(check)
+    await asyncio.gather(*(ask("a") for _ in range(4)))
+    for regex in "bacab":
+        await ask(regex)
+    assert compiled == ["a", "b", "c", "b"]
 
 
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.long)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -103,12 +104,14 @@ class Saying(Broken):
 
 
 @pytest.fixture
-def say(tiny_model: str) -> Callable[..., Any]:
-    """Runs a coroutine function with a server whose model says the given texts."""
+def saying(tiny_model: str) -> Callable[..., Any]:
+    """Opens a server whose model says the given texts."""
 
-    def run(test: Callable[..., Any], *texts: str, tokenizer: Any = None, **options: Any) -> None:
+    @contextlib.asynccontextmanager
+    async def opening(
+        *texts: str, tokenizer: Any = None, reason: FinishReason = FinishReason.STOP, **options: Any
+    ) -> AsyncIterator[tuple[Bench, Saying]]:
         tokenizer = tokenizer or tokenizer_with()
-        reason = options.pop("reason", FinishReason.STOP)
         engines: list[Saying] = []
 
         def wrap(engine: Any) -> Saying:
@@ -116,9 +119,10 @@ def say(tiny_model: str) -> Callable[..., Any]:
             return engines[0]
 
         settings = {"context": 100_000, "vocabulary": len(tokenizer), **options}
-        serving(tiny_model)(lambda bench: test(bench, engines[0]), tokenizer=tokenizer, wrap=wrap, **settings)
+        async with serving(tiny_model, tokenizer=tokenizer, wrap=wrap, **settings) as bench:
+            yield bench, engines[0]
 
-    return run
+    return opening
 
 
 def read(*pieces: str, max_calls: int = 100) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
@@ -198,8 +202,8 @@ def test_reading_takes_time_in_proportion_to_the_text() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_client_is_told_of_calls(say, stream):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_the_client_is_told_of_calls(saying, stream):
+    async with saying(f"Let me <look>.\n{PARIS}\n{ROME}") as (bench, _):
         choice, reasons, chunks = await ask(bench, stream=stream, tools=[WEATHER])
         assert choice.content == "Let me <look>." and reasons == ["tool_calls"]
         first, second = choice.tool_calls
@@ -215,37 +219,29 @@ def test_the_client_is_told_of_calls(say, stream):
         choice, reasons, _ = await ask(bench, stream=stream, tools=[WEATHER], parallel_tool_calls=False)
         assert len(choice.tool_calls) == 1 and choice.content == "Let me <look>." and reasons == ["tool_calls"]
 
-    say(check, f"Let me <look>.\n{PARIS}\n{ROME}")
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_only_calls_has_no_content(say, stream):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_an_answer_that_only_calls_has_no_content(saying, stream):
+    async with saying(PARIS) as (bench, _):
         choice, reasons, _ = await ask(bench, stream=stream, tools=[WEATHER])
         assert not choice.content and len(choice.tool_calls) == 1 and reasons == ["tool_calls"]
         assert stream or choice.content is None
 
-    say(check, PARIS)
-
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("text", ["no call <tool", " ", *MALFORMED[:3]])
-def test_an_answer_without_a_call_is_content(say, stream, text):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_an_answer_without_a_call_is_content(saying, stream, text):
+    async with saying(text) as (bench, _):
         choice, reasons, _ = await ask(bench, stream=stream, tools=[WEATHER])
         assert (choice.content, choice.tool_calls, reasons) == (text, None, ["stop"])
 
-    say(check, text)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_cut_off_says_so(say, stream):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_an_answer_cut_off_says_so(saying, stream):
+    async with saying(f'{PARIS}\n<tool_call>{{"name": "get', reason=FinishReason.LENGTH) as (bench, _):
         choice, reasons, _ = await ask(bench, stream=stream, tools=[WEATHER])
         assert len(choice.tool_calls) == 1 and reasons == ["length"]
         assert choice.content == '\n<tool_call>{"name": "get'
-
-    say(check, f'{PARIS}\n<tool_call>{{"name": "get', reason=FinishReason.LENGTH)
 
 
 async def ask(bench: Bench, *, stream: bool, **options: Any) -> tuple[Any, list[str], list[Any]]:
@@ -262,8 +258,8 @@ async def ask(bench: Bench, *, stream: bool, **options: Any) -> tuple[Any, list[
     return message, reasons, chunks
 
 
-def test_choices_of_one_request_call_for_themselves(say):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_choices_of_one_request_call_for_themselves(saying):
+    async with saying(PARIS, "nothing", f"Well. {ROME}") as (bench, _):
         whole = await bench.chat(tools=[WEATHER], n=3, return_token_ids=True)
         assert [choice.finish_reason for choice in whole.choices] == ["tool_calls", "stop", "tool_calls"]
         assert [choice.message.content for choice in whole.choices] == [None, "nothing", "Well."]
@@ -276,11 +272,11 @@ def test_choices_of_one_request_call_for_themselves(say):
             calls[choice.index] += len(choice.delta.tool_calls or [])
         assert (contents, calls) == (["", "nothing", "Well."], [1, 0, 1])
 
-    say(check, PARIS, "nothing", f"Well. {ROME}")
 
-
-def test_tools_and_calls_go_through_the_template(say):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_tools_and_calls_go_through_the_template(saying):
+    rome = ROME.replace(">{", ">\n{").replace("}<", "}\n<")
+    said = f"Let me look.\n{PARIS}\n{rome}"
+    async with saying(said) as (bench, engine):
         messages: list[Any] = [{"role": "user", "content": "The weather in Paris and Rome?"}]
         answer = await bench.chat(messages=messages, tools=[WEATHER])
         shown = f"<|system|>Tools:\n{json.dumps(WEATHER)}\nCall as"
@@ -292,24 +288,21 @@ def test_tools_and_calls_go_through_the_template(say):
         tail = "<|end|><|tool|>18<|end|><|tool|>18<|end|><|assistant|>"
         assert engine.prompts[-1] == f"{first_prompt}{said}{tail}", "what the model said is what it is shown again"
 
-    rome = ROME.replace(">{", ">\n{").replace("}<", "}\n<")
-    said = f"Let me look.\n{PARIS}\n{rome}"
-    say(check, said)
 
-
-def test_arguments_may_be_objects_or_nothing(say):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_arguments_may_be_objects_or_nothing(saying):
+    async with saying("hi") as (bench, engine):
         for arguments, shown in (({"a": "é"}, '{"a": "é"}'), ('{"a": 1}', '{"a": 1}'), ("", "{}"), (" ", "{}"), ("{}", "{}")):
             call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
             messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
             assert (await bench.post("/v1/chat/completions", {"messages": messages}))[0] == 200
             assert f'"arguments": {shown}}}'.replace("é", "<|unknown|>") in engine.prompts[-1]
 
-    say(check, "hi")
 
-
-def test_an_answer_of_a_tool_has_the_name_of_what_was_called(say):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_an_answer_of_a_tool_has_the_name_of_what_was_called(saying):
+    template = (
+        "{% for m in messages %}{{ m.tool_calls }}{% if m.role == 'tool' %}{{ m.name }}={{ m.content }};{% endif %}{% endfor %}"
+    )
+    async with saying("x", tokenizer=tokenizer_with(template)) as (bench, engine):
         calls = [{"id": name, "function": {"name": name.upper(), "arguments": {}}} for name in ("a", "b")]
         answers = [
             {"role": "tool", "tool_call_id": "b", "content": "1"},
@@ -321,14 +314,9 @@ def test_an_answer_of_a_tool_has_the_name_of_what_was_called(say):
         assert (await bench.post("/v1/chat/completions", body))[0] == 200
         assert engine.prompts[-1].endswith("B=1;A=2;own=3;=4;")
 
-    template = (
-        "{% for m in messages %}{{ m.tool_calls }}{% if m.role == 'tool' %}{{ m.name }}={{ m.content }};{% endif %}{% endfor %}"
-    )
-    say(check, "x", tokenizer=tokenizer_with(template))
 
-
-def test_tool_choice_none_neither_shows_nor_reads_calls(say):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_tool_choice_none_neither_shows_nor_reads_calls(saying):
+    async with saying(PARIS) as (bench, engine):
         message = (await bench.chat(tools=[WEATHER], tool_choice="none")).choices[0].message
         assert (message.content, message.tool_calls) == (PARIS, None)
         assert engine.prompts[-1] == "<|user|>12+3<|end|><|assistant|>"
@@ -337,39 +325,29 @@ def test_tool_choice_none_neither_shows_nor_reads_calls(say):
         message = (await bench.chat()).choices[0].message
         assert (message.content, message.tool_calls) == (PARIS, None), "without tools a call is text"
 
-    say(check, PARIS)
 
-
-def test_markers_that_are_special_tokens_are_seen(say):
+async def test_markers_that_are_special_tokens_are_seen(saying):
     tokenizer = tokenizer_with()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
-
-    async def check(bench: Bench, engine: Saying) -> None:
+    async with saying(f"Well.{PARIS}{ROME}", tokenizer=tokenizer) as (bench, _):
         for stream in (False, True):
             message, reasons, _ = await ask(bench, stream=stream, tools=[WEATHER])
             assert message.content == "Well." and len(message.tool_calls) == 2 and reasons == ["tool_calls"]
 
-    say(check, f"Well.{PARIS}{ROME}", tokenizer=tokenizer)
 
-
-def test_a_template_of_another_family_leaves_calls_in_the_text(say):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_a_template_of_another_family_leaves_calls_in_the_text(saying):
+    template = TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]").replace("</tool_call>", "")
+    async with saying('[TOOL_CALLS] [{"name": "f"}]', tokenizer=tokenizer_with(template)) as (bench, _):
         message = (await bench.chat(tools=[WEATHER])).choices[0].message
         assert (message.content, message.tool_calls) == ('[TOOL_CALLS] [{"name": "f"}]', None)
 
-    template = TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]").replace("</tool_call>", "")
-    say(check, '[TOOL_CALLS] [{"name": "f"}]', tokenizer=tokenizer_with(template))
 
-
-def test_a_template_for_tools_beside_another_is_used(say):
+async def test_a_template_for_tools_beside_another_is_used(saying):
     tokenizer = tokenizer_with()
     tokenizer.chat_template = {"default": build_tokenizer().chat_template, "tool_use": TEMPLATE}
-
-    async def check(bench: Bench, engine: Saying) -> None:
+    async with saying(PARIS, tokenizer=tokenizer) as (bench, _):
         assert (await bench.chat(tools=[WEATHER])).choices[0].message.tool_calls
         assert (await bench.chat()).choices[0].message.content == PARIS
-
-    say(check, PARIS, tokenizer=tokenizer)
 
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -386,15 +364,13 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments
         ),
     ],
 )
-def test_what_a_template_would_drop_is_refused(say, options, param):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_what_a_template_would_drop_is_refused(saying, options, param):
+    template = "{% for m in messages if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+    async with saying(PARIS, tokenizer=tokenizer_with(template)) as (bench, engine):
         with pytest.raises(openai.BadRequestError, match="chat template does not show") as refused:
             await bench.chat(**options)
         assert refused.value.param == param and refused.value.code == "unsupported_parameter"
         assert engine.prompts == []
-
-    template = "{% for m in messages if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
-    say(check, PARIS, tokenizer=tokenizer_with(template))
 
 
 def function(**fields: Any) -> dict[str, Any]:
@@ -461,18 +437,16 @@ def past_arguments(arguments: Any) -> dict[str, Any]:
         ({"messages": [{"role": "tool"}]}, "messages[0].content", "must be text, not null"),
     ],
 )
-def test_what_is_wrong_with_tools_is_said_by_name(say, options, param, message):
-    async def check(bench: Bench, engine: Saying) -> None:
+async def test_what_is_wrong_with_tools_is_said_by_name(saying, options, param, message):
+    async with saying(PARIS) as (bench, engine):
         body = {"messages": [{"role": "user", "content": "1"}], **options}
         status, answer = await bench.post("/v1/chat/completions", body)
         assert status == 400 and answer["error"]["param"].startswith(param), answer
         assert message in answer["error"]["message"] and len(answer["error"]["message"]) < 500
         assert engine.prompts == [] and (await bench.chat(tools=[WEATHER])).choices[0].message.tool_calls
 
-    say(check, PARIS)
 
-
-def test_the_example_in_the_docs_runs(say, capsys):
+async def test_the_example_in_the_docs_runs(saying, capsys):
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     (example,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "tools=" in text]
     (shown,) = re.findall(r"with tools.*?```text\n(.*?)```", page, re.DOTALL | re.IGNORECASE)
@@ -483,11 +457,9 @@ def test_the_example_in_the_docs_runs(say, capsys):
             self._texts = ["It is 18 degrees in Paris." if is_answered else CALLED]
             return super()._ids(rollout)
 
-    async def check(bench: Bench, engine: Saying) -> None:
+    CALLED = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    async with saying(CALLED) as (bench, engine):
         engine.__class__ = Talking
         code = example.replace("http://127.0.0.1:8000", bench.url).replace("Qwen/Qwen3-0.6B", NAME)
         await asyncio.to_thread(exec, code, {})
         assert capsys.readouterr().out == shown
-
-    CALLED = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-    say(check, CALLED)

@@ -8,20 +8,19 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from fake_vllm import NEW, OLD, Fake, serving
+from fake_vllm import NEW, OLD, Fake, engine_over, grown, serving, talking
 from vllm_server import MISSING, VARIABLES, vllm_python
 
 from headrace.config import make_recipe
 from headrace.engine.kind import EnginePlace
 from headrace.engine.protocol import EngineDied
-from headrace.engine.vllm.api import VllmApi
-from headrace.engine.vllm.engine import Unsupported, VllmEngine
+from headrace.engine.vllm.engine import Unsupported
 from headrace.engine.vllm.handover import AdapterHandover
 from headrace.engine.vllm.kind import choose_handover
 from headrace.engine.vllm.open import open_engine, server_arguments
 from headrace.engine.vllm.server_checks import ADAPTERS, check_abilities, try_adapter
 from headrace.lora import LoraSettings, adapter_of, read_settings, read_tensors
-from headrace.model import Head, StagedWeights, WeightError, load_model, score
+from headrace.model import Head, WeightError, load_model, score
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
 from headrace.records import FinishReason, Rollout, Sampling
@@ -65,53 +64,30 @@ class Source:
 
 
 @pytest.fixture
-def run(tiny_model, tmp_path):
-    """Runs a test over a fake server and an engine that holds version 0 of an adapter."""
+def over(tiny_model, tmp_path):
+    """Opens an engine over a fake server that holds version 0 of an adapter: (engine, source)."""
 
-    def runner(test, fake):
-        async def main():
-            source, model = Source(tiny_model), load_model(tiny_model, lora=LORA)
-            async with serving(fake) as url:
-                api = VllmApi(url, log="server.log")
-                engine = VllmEngine(
-                    api,
-                    await api.about(),
-                    name="engine-0",
-                    **{"slots": 2, "context": 64, "vocabulary": 200},
-                    model=model,
-                    staged=StagedWeights(adapter_of(model), in_place=False),
-                    sync=source.sync,
-                    handover=AdapterHandover(tmp_path / "adapters", adapter_of(model), base=tiny_model),
-                    timeline=Timeline("engine"),
-                )
-                engine.start()
-                try:
-                    await source.publish(engine, 0)
-                    await asyncio.wait_for(test(engine, source), 30)
-                finally:
-                    await engine.close()
-                    await api.close()
+    @contextlib.asynccontextmanager
+    async def opening(fake):
+        source, model = Source(tiny_model), load_model(tiny_model, lora=LORA)
+        adapter = adapter_of(model)
+        handover = AdapterHandover(tmp_path / "adapters", adapter, base=tiny_model)
+        async with engine_over(fake, model, staged=adapter, sync=source.sync, handover=handover) as engine:
+            await source.publish(engine, 0)
+            yield engine, source
 
-        asyncio.run(main())
-
-    return runner
+    return opening
 
 
 def bodies(fake, path):
     return [body for name, body in fake.asked if name == path]
 
 
-async def grown(engine, num_tokens):
-    while (await engine.state()).tokens < num_tokens:  # noqa: ASYNC110  (an engine has no event for each number)
-        await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("version", [OLD, NEW])
 @pytest.mark.parametrize("interrupt", [Interrupt.LEASE, Interrupt.DRAIN, Interrupt.ABORT])
-def test_a_call_names_one_adapter_and_all_its_tokens_are_of_that_version(run, version, interrupt, tmp_path):
+async def test_a_call_names_one_adapter_and_all_its_tokens_are_of_that_version(over, version, interrupt, tmp_path):
     fake = Fake(version=version, weight_version="life:7", pace=0.005)
-
-    async def check(engine, source):
+    async with over(fake) as (engine, source):
         call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
         await grown(engine, 1)
         await source.publish(engine, 1, interrupt=interrupt)
@@ -132,13 +108,10 @@ def test_a_call_names_one_adapter_and_all_its_tokens_are_of_that_version(run, ve
         assert str(folder) == loaded[1]["lora_path"] and read_settings(folder).to_plain() == LORA.to_plain()
         assert all(torch.equal(tensor, source.adapter.own[name]) for name, tensor in read_tensors(folder).items())
 
-    run(check, fake)
 
-
-def test_an_adapter_stays_loaded_while_a_call_uses_it_and_goes_two_updates_later(run, tmp_path):
+async def test_an_adapter_stays_loaded_while_a_call_uses_it_and_goes_two_updates_later(over, tmp_path):
     fake = Fake(version=NEW, holds_at=5)
-
-    async def check(engine, source):
+    async with over(fake) as (engine, source):
         call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=30)))
         await grown(engine, 1)
         for version in (1, 2, 3, 4):
@@ -154,14 +127,10 @@ def test_an_adapter_stays_loaded_while_a_call_uses_it_and_goes_two_updates_later
         names = [body["lora_name"] for body in bodies(fake, LOAD)]
         assert kept == {*names[5:]} and {body["lora_name"] for body in bodies(fake, UNLOAD)} == {*names[:5]}
 
-    run(check, fake)
-
 
 @pytest.mark.parametrize("interrupt", CONTINUING)
-def test_a_call_cannot_change_its_adapter(run, interrupt):
-    fake = Fake()
-
-    async def check(engine, source):
+async def test_a_call_cannot_change_its_adapter(over, interrupt):
+    async with over(Fake()) as (engine, source):
         call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
         await grown(engine, 1)
         with pytest.raises(Unsupported, match="keeps the adapter it began with; interrupt by 'lease', 'abort' or 'drain'"):
@@ -170,13 +139,10 @@ def test_a_call_cannot_change_its_adapter(run, interrupt):
         await source.publish(engine, 1, interrupt=interrupt)
         assert engine.version == 1, "nothing was in flight"
 
-    run(check, fake)
 
-
-def test_a_refused_adapter_leaves_the_old_one_and_the_calls_that_use_it(run, tmp_path):
+async def test_a_refused_adapter_leaves_the_old_one_and_the_calls_that_use_it(over, tmp_path):
     fake = Fake(pace=0.005)
-
-    async def check(engine, source):
+    async with over(fake) as (engine, source):
         call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
         await grown(engine, 1)
         before, held = engine.adapter, {name: view.clone() for name, view in engine._staged.arena}
@@ -190,50 +156,35 @@ def test_a_refused_adapter_leaves_the_old_one_and_the_calls_that_use_it(run, tmp
         await source.publish(engine, 1, interrupt=Interrupt.LEASE)
         assert engine.version == 1 and ((await call).versions[3:] == 0).all()
 
-    run(check, fake)
 
-
-def test_a_server_that_lost_its_adapters_counts_as_dead(run):
+async def test_a_server_that_lost_its_adapters_counts_as_dead(over):
     fake = Fake()
-
-    async def check(engine, _):
+    async with over(fake) as (engine, _):
         fake.fault = "restarted"
         with pytest.raises(EngineDied, match=r"status 404: The model `policy-\S+` does not exist"):
             await engine.generate(PROMPT, Sampling(max_tokens=4))
         assert engine.died.done()
 
-    run(check, fake)
 
-
-def test_an_update_for_another_adapter_is_refused(run, tiny_model):
-    fake = Fake()
-
-    async def check(engine, source):
+async def test_an_update_for_another_adapter_is_refused(over, tiny_model):
+    async with over(Fake()) as (engine, _):
         other = Source(tiny_model, LoraSettings(rank=4, alpha=16.0))
         with pytest.raises(WeightError, match=r"version 1: it is for adapter .*16.0.* and this engine has .*8.0"):
             await other.publish(engine, 1)
         assert engine.version == 0 and not engine.died.done()
 
-    run(check, fake)
 
-
-def test_a_server_that_takes_no_adapters_is_refused(tiny_model, tmp_path):
+async def test_a_server_that_takes_no_adapters_is_refused(tiny_model, tmp_path):
     model = load_model(tiny_model, lora=LORA)
-
-    async def main():
-        fake = Fake(failing={LOAD})
-        async with serving(fake) as url:
-            api = VllmApi(url)
-            with pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"):
-                check_abilities(await api.about(), server=url, more=(ADAPTERS,))
-            way = AdapterHandover(tmp_path / "adapters", adapter_of(model), base=tiny_model)
-            with pytest.raises(ConfigError, match=r"the disk is full; a server for this run needs .*--max-lora-rank 8"):
-                await try_adapter(api, way, model, rank=8)
-            fake.paths += (LOAD, UNLOAD)
+    fake = Fake(failing={LOAD})
+    async with serving(fake) as url, talking(url) as api:
+        with pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"):
             check_abilities(await api.about(), server=url, more=(ADAPTERS,))
-            await api.close()
-
-    asyncio.run(main())
+        way = AdapterHandover(tmp_path / "adapters", adapter_of(model), base=tiny_model)
+        with pytest.raises(ConfigError, match=r"the disk is full; a server for this run needs .*--max-lora-rank 8"):
+            await try_adapter(api, way, model, rank=8)
+        fake.paths += (LOAD, UNLOAD)
+        check_abilities(await api.about(), server=url, more=(ADAPTERS,))
 
 
 def recipe_of(**settings):
@@ -272,7 +223,7 @@ def test_a_server_is_started_for_the_adapter():
 
 @pytest.mark.long
 @pytest.mark.skipif(vllm_python() is None, reason=MISSING)
-def test_a_real_server_computes_what_the_trainer_does_with_every_version(tiny_model, tmp_path, monkeypatch):
+async def test_a_real_server_computes_what_the_trainer_does_with_every_version(tiny_model, tmp_path, monkeypatch):
     for name, value in {**VARIABLES, "HEADRACE_VLLM_PYTHON": vllm_python()}.items():
         monkeypatch.setenv(name, value)
     recipe = recipe_of(**{"model.path": tiny_model, "engine.slots": 4, "staleness.max_lag": 1, "sampling.max_tokens": 64})
@@ -327,13 +278,10 @@ def test_a_real_server_computes_what_the_trainer_does_with_every_version(tiny_mo
             assert (rollout.versions[len(PROMPT) :] == version).all() and len(rollout) == len(PROMPT) + 220
             assert differ(rollout, rollout.logprobs, version) <= 1e-4
 
-    async def main():
-        opened = await open_engine(recipe, tiny_model, place, sync=source.sync, timeline=Timeline("engine"))
-        try:
-            opened.engine.start()
-            await asyncio.wait_for(check(opened.engine), 240)
-        finally:
-            await opened.engine.close()
-            opened.close()
-
-    asyncio.run(main())
+    opened = await open_engine(recipe, tiny_model, place, sync=source.sync, timeline=Timeline("engine"))
+    try:
+        opened.engine.start()
+        await asyncio.wait_for(check(opened.engine), 240)
+    finally:
+        await opened.engine.close()
+        opened.close()

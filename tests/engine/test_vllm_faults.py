@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiohttp import web
-from fake_vllm import NEW, OLD, Fake, serving
+from fake_vllm import NEW, OLD, Fake, grown, serving, talking
 
 from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import EngineDied, NotFinite
@@ -35,20 +35,6 @@ from headrace.settings import ConfigError
 PROMPT = Rollout.from_prompt([3, 4, 5], id="r")
 
 
-@contextlib.asynccontextmanager
-async def talking(url):
-    api = VllmApi(url)
-    try:
-        yield api
-    finally:
-        await api.close()
-
-
-async def grown(engine, num_tokens):
-    while (await engine.state()).tokens < num_tokens:  # noqa: ASYNC110  (an engine has no event for each number)
-        await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -57,8 +43,8 @@ async def grown(engine, num_tokens):
         ("broken off", "/inference/v1/generate"),
     ],
 )
-def test_a_server_that_fails_midway_ends_the_engine_and_says_where(run, fault, told):
-    async def check(engine, _):
+async def test_a_server_that_fails_midway_ends_the_engine_and_says_where(over, fault, told):
+    async with over(Fake(fault=fault)) as (engine, _):
         both = [asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=9))) for _ in range(3)]
         for error in await asyncio.gather(*both, return_exceptions=True):
             assert isinstance(error, EngineDied) and told in str(error) and "log server.log" in str(error)
@@ -69,63 +55,43 @@ def test_a_server_that_fails_midway_ends_the_engine_and_says_where(run, fault, t
             await engine.pause(Interrupt.KEEP)
         assert engine.died.done()
 
-    run(check, Fake(fault=fault))
 
-
-def test_what_the_server_refuses_is_that_rollouts_failure_alone(run):
-    fake = Fake(fault="refused")
-
-    async def check(engine, _):
-        with pytest.raises(UnusablePrompt, match=r"'r'.*status 400: too long for me"):
-            await engine.generate(PROMPT, Sampling(max_tokens=4))
-        fake.fault = ""
-        assert (await engine.generate(PROMPT, Sampling(max_tokens=4))).num_sampled == 4
-
-    run(check, fake)
-
-
-def test_what_is_refused_after_the_stream_began_is_that_rollouts_failure_too(run):
-    fake = Fake(fault="refused late")
-
-    async def check(engine, _):
-        with pytest.raises(UnusablePrompt, match=r"'r'.*Requested sample logprobs of 300"):
+@pytest.mark.parametrize(
+    ("fault", "told"), [("refused", r"status 400: too long for me"), ("refused late", r"Requested sample logprobs of 300")]
+)
+async def test_what_the_server_refuses_also_after_the_stream_began_is_that_rollouts_failure_alone(over, fault, told):
+    fake = Fake(fault=fault)
+    async with over(fake) as (engine, _):
+        with pytest.raises(UnusablePrompt, match=rf"'r'.*{told}"):
             await engine.generate(PROMPT, Sampling(max_tokens=9))
         fake.fault = ""
         assert (await engine.generate(PROMPT, Sampling(max_tokens=4))).num_sampled == 4
 
-    run(check, fake)
 
-
-def test_an_answer_that_no_rollout_can_hold_ends_the_engine_and_hangs_nobody(run):
-    async def check(engine, _):
+async def test_an_answer_that_no_rollout_can_hold_ends_the_engine_and_hangs_nobody(over):
+    async with over(Fake(logprob=0.7)) as (engine, _):
         with pytest.raises(EngineDied, match="its answer could not be read"):
             await engine.generate(PROMPT, Sampling(max_tokens=4))
 
-    run(check, Fake(logprob=0.7))
 
-
-def test_a_mask_that_leaves_out_what_could_have_been_drawn_is_no_mask(run):
+async def test_a_mask_that_leaves_out_what_could_have_been_drawn_is_no_mask(over):
     """The logprobs that came hold less than all of the probability."""
     fake = Fake(logprob=-1.0, candidates=((50, -1.5), (51, -2.5)))
-
-    async def check(engine, _):
+    async with over(fake) as (engine, _):
         with pytest.raises(UnusablePrompt, match=r"the 3 tokens that came with a logprob have a probability of 0\.6731"):
             await engine.generate(PROMPT, Sampling(max_tokens=4, top_p=0.9))
         fake.candidates = ((50, float(np.log(1 - np.exp(-1.0)))), (51, -9999.0))
         rollout = await engine.generate(PROMPT, Sampling(max_tokens=4, top_p=0.9))
         assert [sorted(rollout.sampling_mask.row(3 + place)) for place in range(4)] == [[10 + place, 50] for place in range(4)]
 
-    run(check, fake)
-
 
 WIDE = (*((100 + each, float(np.log(0.01))) for each in range(100)), (5, -9999.0))
 """More tokens than are requested at first."""
 
 
-def test_a_token_with_more_candidates_than_came_is_sampled_again_with_more(run):
+async def test_a_token_with_more_candidates_than_came_is_sampled_again_with_more(over):
     fake = Fake(logprob=-4.6, candidates=WIDE)
-
-    async def check(engine, _):
+    async with over(fake) as (engine, _):
         sampling = Sampling(max_tokens=20, min_tokens=10, stop_ids=(7,), top_p=0.9)
         increments = [each async for each in engine.stream(PROMPT, sampling)]
         assert [each.finish_reason for each in increments] == [None] * 19 + [FinishReason.LENGTH]
@@ -141,15 +107,12 @@ def test_a_token_with_more_candidates_than_came_is_sampled_again_with_more(run):
         forbidden = [~token for token in range(200) if token < 100 and token != rollout.token_ids[-1]]
         assert rollout.sampling_mask.row(22).tolist() == forbidden, "the shorter of the two forms"
 
-    run(check, fake)
-
 
 @pytest.mark.parametrize("version", [OLD, NEW])
 @pytest.mark.parametrize("interrupt", [Interrupt.KEEP, Interrupt.ABORT])
-def test_calls_that_ask_for_more_candidates_have_the_versions_that_sampled_them(run, version, interrupt):
+async def test_calls_that_ask_for_more_candidates_have_the_versions_that_sampled_them(over, version, interrupt):
     fake = Fake(version=version, logprob=-4.6, candidates=WIDE)
-
-    async def check(engine, publish):
+    async with over(fake) as (engine, publish):
         call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=50, top_p=0.9)))
         for number in (1, 2) if interrupt is Interrupt.KEEP else (1,):
             await grown(engine, 15 * number)
@@ -163,18 +126,14 @@ def test_calls_that_ask_for_more_candidates_have_the_versions_that_sampled_them(
             assert rollout.num_sampled == 50 and set(rollout.versions[3:]) == {0, 1, 2}
             assert rollout.versions[3:].tolist() == [int(name.rpartition(":")[2]) for name in kept]
 
-    run(check, fake)
 
-
-def test_what_min_tokens_forbids_is_recorded(run):
-    async def check(engine, _):
+async def test_what_min_tokens_forbids_is_recorded(over):
+    async with over(Fake()) as (engine, _):
         sampling = Sampling(max_tokens=4, min_tokens=2, stop_ids=(3, engine.vocabulary + 7))
         rollout = await engine.generate(PROMPT, sampling)
         assert [rollout.sampling_mask.row(3 + place).tolist() for place in range(4)] == [[~3], [~3], [], []]
         dropped = await engine.generate(PROMPT, dataclasses.replace(sampling, keep_mask=False))
         assert dropped.sampling_mask is None
-
-    run(check, Fake())
 
 
 @pytest.mark.parametrize(("row", "allowed"), [([~1, ~3], [0, 2]), ([0, 2], [0, 2]), ([], [0, 1, 2, 3])], ids=str)
@@ -192,20 +151,17 @@ def test_scores_are_of_what_could_be_sampled(row, allowed):
     np.testing.assert_allclose(found[1], np.log(expected), rtol=1e-5)
 
 
-def test_an_idle_spell_is_no_silence(run):
-    async def check(engine, _):
+async def test_an_idle_spell_is_no_silence(over):
+    async with over(Fake(pace=0.08), patience=2.5) as (engine, _):
         await asyncio.sleep(3.0)
         assert (await engine.generate(PROMPT, Sampling(max_tokens=30))).num_sampled == 30
         assert not engine.died.done()
 
-    run(check, Fake(pace=0.08), patience=2.5)
 
-
-def test_two_loads_come_one_after_the_other_and_a_cancelled_one_is_brought_to_its_end(run):
+async def test_two_loads_come_one_after_the_other_and_a_cancelled_one_is_brought_to_its_end(over):
     """Half of one would leave a server that stands still, or weights that nobody can name."""
     fake = Fake()
-
-    async def check(engine, publish):
+    async with over(fake) as (engine, publish):
         await asyncio.gather(publish(1), publish(2))
         reloads = [place for place, (path, _) in enumerate(fake.asked) if path == "/collective_rpc"]
         resumes = [place for place, (path, _) in enumerate(fake.asked) if path == "/resume"]
@@ -220,13 +176,9 @@ def test_two_loads_come_one_after_the_other_and_a_cancelled_one_is_brought_to_it
             rollout = await asyncio.wait_for(engine.generate(PROMPT, Sampling(max_tokens=3)), 20)
             assert set(rollout.versions[3:].tolist()) == {engine.version} and fake.weight_version == f"life:{engine.version}"
 
-    run(check, fake)
 
-
-def test_a_drain_ends_with_a_server_that_has_lost_a_call(run):
-    fake = Fake(fault="silent")
-
-    async def check(engine, _):
+async def test_a_drain_ends_with_a_server_that_has_lost_a_call(over):
+    async with over(Fake(fault="silent"), patience=0.5) as (engine, _):
         call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=4)))
         await asyncio.sleep(0.1)
         with pytest.raises(EngineDied, match=r"none has grown for 0.5 s"):
@@ -234,11 +186,9 @@ def test_a_drain_ends_with_a_server_that_has_lost_a_call(run):
         with pytest.raises(EngineDied):
             await call
 
-    run(check, fake, patience=0.5)
 
-
-def test_a_silent_server_is_given_up(run):
-    async def check(engine, _):
+async def test_a_silent_server_is_given_up(over):
+    async with over(Fake(fault="silent"), patience=0.5) as (engine, _):
         began = time.monotonic()
         with pytest.raises(
             EngineDied, match=r"1 rollouts are in flight and none has grown for 0.5 s \(engine.vllm.answer_seconds\)"
@@ -246,15 +196,12 @@ def test_a_silent_server_is_given_up(run):
             await engine.generate(PROMPT, Sampling(max_tokens=4))
         assert time.monotonic() - began < 20
 
-    run(check, Fake(fault="silent"), patience=0.5)
-
 
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/update_weight_version", "/resume"])
-def test_a_failure_in_the_middle_of_an_update_ends_the_engine(run, path):
+async def test_a_failure_in_the_middle_of_an_update_ends_the_engine(over, path):
     """Nobody can tell what the server runs then."""
     fake = Fake()
-
-    async def check(engine, publish):
+    async with over(fake) as (engine, publish):
         call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=60)))
         await grown(engine, 3)
         fake.failing.add(path)
@@ -263,16 +210,13 @@ def test_a_failure_in_the_middle_of_an_update_ends_the_engine(run, path):
         with pytest.raises(EngineDied):
             await call
 
-    run(check, fake)
-
 
 @pytest.mark.parametrize("version", [OLD, NEW])
 @pytest.mark.parametrize("interrupt", sorted({*Interrupt} - {Interrupt.LEASE}))
-def test_every_release_stamps_what_was_drawn_before_and_after(run, version, interrupt):
+async def test_every_release_stamps_what_was_drawn_before_and_after(over, version, interrupt):
     """An old one says nothing of versions, and ends an aborted stream without a word."""
     fake = Fake(version=version)
-
-    async def check(engine, publish):
+    async with over(fake) as (engine, publish):
         call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
         await grown(engine, 5)
         drawn_before = (await engine.in_flight())[0].num_sampled
@@ -293,34 +237,26 @@ def test_every_release_stamps_what_was_drawn_before_and_after(run, version, inte
         seeds = [body["sampling_params"]["seed"] for name, body in fake.asked if name == "generate"]
         assert seeds[0] != seeds[1], "what goes on must not draw with the same numbers again"
 
-    run(check, fake)
-
 
 @pytest.mark.parametrize("logprob", [-9999.0, None], ids=[NEW, OLD])
-def test_logits_that_are_not_numbers_fail_what_runs_and_the_server_is_begun_anew_with_the_next_weights(run, logprob):
+async def test_logits_that_are_not_numbers_fail_what_runs_and_the_server_is_begun_anew_with_the_next_weights(over, logprob):
     """What it computed stays in its cache, and vLLM lets it into what comes later."""
-    fake = Fake(logprob=logprob)
-
-    async def check(engine, publish):
+    async with over(Fake(logprob=logprob)) as (engine, publish):
         with pytest.raises(NotFinite, match="'r'"):
             await engine.generate(PROMPT, Sampling(max_tokens=4))
         with pytest.raises(EngineDied, match="its KV cache holds NaN; it must be restarted"):
             await publish(1)
 
-    run(check, fake)
 
-
-def test_all_weights_are_not_kept_in_two_versions(run):
-    async def check(engine, publish):
+async def test_all_weights_are_not_kept_in_two_versions(over):
+    async with over(Fake()) as (engine, publish):
         with pytest.raises(Unsupported, match="'lease' keeps versions of an adapter, and all weights are trained"):
             await publish(1, interrupt=Interrupt.LEASE)
         assert engine.version == 0 and not engine.died.done()
 
-    run(check, Fake())
 
-
-def test_it_scores_while_paused_only_where_nothing_would_go_on(run):
-    async def check(engine, _):
+async def test_it_scores_while_paused_only_where_nothing_would_go_on(over):
+    async with over(Fake()) as (engine, _):
         call = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=30)))
         await grown(engine, 3)
         await engine.pause(Interrupt.KEEP)
@@ -329,16 +265,12 @@ def test_it_scores_while_paused_only_where_nothing_would_go_on(run):
         await engine.resume()
         await call
 
-    run(check, Fake())
-
 
 @pytest.mark.parametrize(("version", "come"), [(OLD, [10, 11, 12]), (NEW, [10])], ids=[OLD, NEW])
-def test_a_server_that_dies_leaves_what_had_come_and_refuses_nothing(run, version, come):
+async def test_a_server_that_dies_leaves_what_had_come_and_refuses_nothing(over, version, come):
     """To whoever sent it work over streams: what is lost there goes on elsewhere, from the last token that is known. Servers
     that name versions tell several tokens at a time, after the first."""
-    fake = Fake(version=version, fault="broken off", pace=0.02)
-
-    async def check(engine, _):
+    async with over(Fake(version=version, fault="broken off", pace=0.02)) as (engine, _):
         told = []
 
         class Data:
@@ -357,18 +289,15 @@ def test_a_server_that_dies_leaves_what_had_come_and_refuses_nothing(run, versio
         sampled = dict(told)["sampled"]
         assert sampled["keys"].tolist() == [7] and sampled["token_ids"].tolist() == come
 
-    run(check, fake)
-
 
 def pieces_of(fake):
     return [body["sampling_params"].get("stream_interval", 1) for name, body in fake.asked if name == "generate"]
 
 
 @pytest.mark.parametrize(("version", "every"), [(OLD, 1), (NEW, 16)], ids=[OLD, NEW])
-def test_tokens_come_together_only_from_a_server_that_names_their_weights(run, version, every):
+async def test_tokens_come_together_only_from_a_server_that_names_their_weights(over, version, every):
     fake = Fake(version=version, holds_at=20)
-
-    async def check(engine, publish):
+    async with over(fake) as (engine, publish):
         growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
         await grown(engine, 17)
         await publish(1)
@@ -381,14 +310,10 @@ def test_tokens_come_together_only_from_a_server_that_names_their_weights(run, v
             pass
         assert pieces_of(fake) == [every, 1]
 
-    run(check, fake)
-
 
 @pytest.mark.parametrize("interrupt", sorted({*Interrupt} - {Interrupt.LEASE}))
-def test_an_old_server_that_tells_tokens_together_is_not_updated_under_what_goes_on(run, interrupt):
-    fake = Fake(version=OLD, pace=0.01)
-
-    async def check(engine, publish):
+async def test_an_old_server_that_tells_tokens_together_is_not_updated_under_what_goes_on(over, interrupt):
+    async with over(Fake(version=OLD, pace=0.01), tells_late=True) as (engine, publish):
         growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=20)))
         await grown(engine, 1)
         if interrupt in (Interrupt.KEEP, Interrupt.RETRACT):
@@ -401,16 +326,13 @@ def test_an_old_server_that_tells_tokens_together_is_not_updated_under_what_goes
             assert set((await growing).versions[3:].tolist()) == {0}
         assert engine.version == 1 and not engine.died.done()
 
-    run(check, fake, tells_late=True)
-
 
 @pytest.mark.parametrize("sampling", [{}, {"stop": ("never",)}], ids=["plain", "stop string"])
 @pytest.mark.parametrize("version", [OLD, NEW])
-def test_tokens_that_come_together_by_chance_are_of_the_weights_that_run(run, version, sampling):
+async def test_tokens_that_come_together_by_chance_are_of_the_weights_that_run(over, version, sampling):
     """A server that is behind, or that guesses ahead, tells several at once of what has all been drawn since the update."""
     fake = Fake(version=version, together=2, holds_at=10, fault="" if version == OLD else "unnamed")
-
-    async def check(engine, publish):
+    async with over(fake, decode=str) as (engine, publish):
         reading = engine.stream(PROMPT, Sampling(max_tokens=20, **sampling))
         told = [await anext(reading)]
         await grown(engine, 9)
@@ -420,13 +342,10 @@ def test_tokens_that_come_together_by_chance_are_of_the_weights_that_run(run, ve
         versions = [version for each in told for version in each.versions]
         assert versions == [int(name.removeprefix("life:")) for name in fake.is_sampled_by[-1]] and len(versions) == 20
 
-    run(check, fake, decode=str)
 
-
-def test_a_server_that_leaves_out_which_weights_drew_tokens_it_told_together_counts_as_dead(run):
+async def test_a_server_that_leaves_out_which_weights_drew_tokens_it_told_together_counts_as_dead(over):
     fake = Fake(fault="unnamed", holds_at=20)
-
-    async def check(engine, publish):
+    async with over(fake) as (engine, publish):
         growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=40)))
         await grown(engine, 17)
         await publish(1)
@@ -434,13 +353,10 @@ def test_a_server_that_leaves_out_which_weights_drew_tokens_it_told_together_cou
         with pytest.raises(EngineDied, match="ended a call without naming the weights of it"):
             await growing
 
-    run(check, fake)
 
-
-def test_a_call_that_is_ended_here_ends_before_tokens_whose_weights_are_not_known(run):
+async def test_a_call_that_is_ended_here_ends_before_tokens_whose_weights_are_not_known(over):
     fake = Fake(fault="unnamed", holds_at=20)
-
-    async def check(engine, publish):
+    async with over(fake) as (engine, publish):
         growing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=60)))
         await grown(engine, 17)  # the first, and sixteen
         await publish(1)
@@ -451,30 +367,28 @@ def test_a_call_that_is_ended_here_ends_before_tokens_whose_weights_are_not_know
         rollout = await growing
         assert rollout.num_sampled == 17 and set(rollout.versions[3:].tolist()) == {0}
 
-    run(check, fake)
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, r"the logprobs of another distribution than it samples from.*--logprobs-mode"),
+        ({"fault": "refused"}, "status 400: too long for me"),
+        ({"most_candidates": 8}, "max allowed: 8; it must be started with --max-logprobs 16 or more"),
+    ],
+    ids=["mode", "refused", "few"],
+)
+async def test_a_server_that_gives_other_logprobs_than_it_draws_from_is_refused(settings, problem):
+    async with serving(Fake(**settings)) as url, talking(url) as api:
+        with pytest.raises(ConfigError, match=problem):
+            await try_generate(api, 16, num_candidates=100)
 
 
-def test_a_server_that_gives_other_logprobs_than_it_draws_from_is_refused():
-    async def main(fake, problem):
-        async with serving(fake) as url:
-            api = VllmApi(url)
-            with pytest.raises(ConfigError, match=problem):
-                await try_generate(api, 16, num_candidates=100)
-            await api.close()
-
-    asyncio.run(main(Fake(), r"the logprobs of another distribution than it samples from.*--logprobs-mode"))
-    asyncio.run(main(Fake(fault="refused"), "status 400: too long for me"))
-    asyncio.run(main(Fake(most_candidates=8), "max allowed: 8; it must be started with --max-logprobs 16 or more"))
-
-
-def test_no_call_is_sent_over_a_connection_that_the_server_may_be_closing():
-    async def main(fake):
-        async with serving(fake) as url, talking(url) as api:
-            for call in (api.context, api.resume, api.is_up, api.resume):
-                await call()
-        assert len(fake.connections) == len(set(map(id, fake.connections))) == 4
-
-    asyncio.run(main(Fake()))
+async def test_no_call_is_sent_over_a_connection_that_the_server_may_be_closing():
+    fake = Fake()
+    async with serving(fake) as url, talking(url) as api:
+        for call in (api.context, api.resume, api.is_up, api.resume):
+            await call()
+    assert len(fake.connections) == len(set(map(id, fake.connections))) == 4
 
 
 def test_a_question_whose_connection_breaks_is_asked_once_more_and_a_command_is_not():
@@ -524,18 +438,12 @@ def test_a_question_that_finds_no_connection_is_asked_once_more_and_a_command_is
 
 
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/inference/v1/generate"])
-def test_what_a_release_lacks_is_refused_by_name(path):
+async def test_what_a_release_lacks_is_refused_by_name(path):
     fake = Fake(paths=tuple(each for each in Fake().paths if each != path))
-
-    async def main():
-        async with serving(fake) as url:
-            api = VllmApi(url)
-            about = await api.about()
-            await api.close()
-            with pytest.raises(ConfigError, match=rf"vLLM {NEW} at {url} cannot do what this run needs: .*\(vLLM 0.1\d can\)$"):
-                check_abilities(about, server=url)
-
-    asyncio.run(main())
+    async with serving(fake) as url, talking(url) as api:
+        about = await api.about()
+        with pytest.raises(ConfigError, match=rf"vLLM {NEW} at {url} cannot do what this run needs: .*\(vLLM 0.1\d can\)$"):
+            check_abilities(about, server=url)
 
 
 def test_an_interpreter_without_vllm_or_none_at_all_is_refused_at_once(tmp_path):

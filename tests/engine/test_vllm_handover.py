@@ -5,25 +5,22 @@ The other end of the transfer itself is in `test_vllm_nccl_broadcast.py`, and on
 
 from __future__ import annotations
 
-import asyncio
 import base64
+import contextlib
 import pickle
 import threading
 
 import pytest
 import torch
-from fake_vllm import OLD, Fake, serving
+from fake_vllm import OLD, Fake, engine_over
 
 from headrace.engine.protocol import EngineDied
 from headrace.engine.vllm import handover
-from headrace.engine.vllm.api import VllmApi
-from headrace.engine.vllm.engine import VllmEngine
 from headrace.engine.vllm.handover import saved_form
 from headrace.engine.vllm.nccl import NcclHandover
 from headrace.errors import SyncError
 from headrace.model.load import load_model
-from headrace.model.weights import StagedWeights, named_tensors
-from headrace.observe import Timeline
+from headrace.model.weights import named_tensors
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 CALLS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
@@ -61,57 +58,34 @@ class Sender(NcclHandover):
 
 
 @pytest.fixture
-def run(tiny_model):
-    """Runs a test over a fake server and an engine that hands over by NCCL."""
+def over(tiny_model):
+    """Opens an engine over a fake server that hands over by NCCL: (engine, publish, the source's model, the sender)."""
 
-    def runner(test, fake):
-        async def main():
-            sync = WeightSync(Lineage("life"), MemoryTransport())
-            source, model = load_model(tiny_model), load_model(tiny_model)
-            async with serving(fake) as url:
-                api = VllmApi(url, log="server.log")
-                about = await api.about()
-                way = Sender()
-                await way.open(api, about.version)
-                engine = VllmEngine(
-                    api,
-                    about,
-                    name="engine-0",
-                    **{"slots": 2, "context": 64, "vocabulary": 200},
-                    model=model,
-                    staged=StagedWeights(model, in_place=False),
-                    sync=sync,
-                    handover=way,
-                    timeline=Timeline("engine"),
-                )
+    @contextlib.asynccontextmanager
+    async def opening(fake):
+        sync, source, way = WeightSync(Lineage("life"), MemoryTransport()), load_model(tiny_model), Sender()
+        async with engine_over(fake, load_model(tiny_model), sync=sync, handover=way) as engine:
 
-                async def publish(version):
-                    with torch.no_grad():
-                        for _, tensor in named_tensors(source):
-                            tensor.add_(1)
-                    update = sync.offer(version, named_tensors(source))
-                    await engine.load(update)
-                    sync.release(update)
+            async def publish(version):
+                with torch.no_grad():
+                    for _, tensor in named_tensors(source):
+                        tensor.add_(1)
+                update = sync.offer(version, named_tensors(source))
+                await engine.load(update)
+                sync.release(update)
 
-                try:
-                    await asyncio.wait_for(test(engine, publish, source, way), 30)
-                finally:
-                    await engine.close()
-                    await api.close()
+            yield engine, publish, source, way
 
-        asyncio.run(main())
-
-    return runner
+    return opening
 
 
 def asked_of(fake):
     return [path for path, _ in fake.asked if path in CALLS]
 
 
-def test_what_is_broadcast_is_what_was_received_in_the_form_of_a_folder(run):
+async def test_what_is_broadcast_is_what_was_received_in_the_form_of_a_folder(over):
     fake = Fake(version=OLD)
-
-    async def check(engine, publish, source, sender):
+    async with over(fake) as (engine, publish, source, sender):
         assert asked_of(fake) == [CALLS[0]]
         assert dict(fake.asked)[CALLS[0]] == {"init_info": {"workers": 2, "release": OLD}}
         for version in (0, 1):
@@ -124,14 +98,11 @@ def test_what_is_broadcast_is_what_was_received_in_the_form_of_a_folder(run):
         paused = [path for path, _ in fake.asked if path in ("/pause", "/resume", "/update_weights")]
         assert paused == ["/pause", "/update_weights", "/resume"] * 2
 
-    run(check, fake)
-
 
 @pytest.mark.parametrize("path", CALLS[1:])
-def test_a_server_that_fails_ends_the_sending_and_the_engine(run, path):
+async def test_a_server_that_fails_ends_the_sending_and_the_engine(over, path):
     fake = Fake(version=OLD)
-
-    async def check(engine, publish, _, sender):
+    async with over(fake) as (engine, publish, _, sender):
         await publish(0)
         fake.failing.add(path)
         sender.is_stuck = path != CALLS[3]
@@ -140,19 +111,13 @@ def test_a_server_that_fails_ends_the_sending_and_the_engine(run, path):
         assert engine.version == 0 and engine.died.done()
         assert "the disk is full" in sender.aborted
 
-    run(check, fake)
 
-
-def test_a_broadcast_that_fails_does_not_wait_for_the_server(run):
-    fake = Fake(version=OLD, hanging={"/update_weights"})
-
-    async def check(engine, publish, _, sender):
+async def test_a_broadcast_that_fails_does_not_wait_for_the_server(over):
+    async with over(Fake(version=OLD, hanging={"/update_weights"})) as (engine, publish, _, sender):
         sender.failure = "a worker is gone"
         with pytest.raises(EngineDied, match="version 0 did not get into the server: a worker is gone"):
             await publish(0)
         assert engine.died.done()
-
-    run(check, fake)
 
 
 def test_handles_arrive_as_they_were_written():

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from fake_vllm import Fake, serving
+from fake_vllm import Fake, serving, talking
 from test_record_entropy import slow_entropies
-from test_vllm_faults import PROMPT, talking
+from test_vllm_faults import PROMPT
 from vllm_server import served
 
 from headrace.config import make_recipe
@@ -40,8 +41,9 @@ def recipe(**settings):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 3}, {"top_p": 0.9}])
-def test_entropies_are_those_of_all_that_could_be_sampled(run, sampling):
-    async def check(engine, _):
+async def test_entropies_are_those_of_all_that_could_be_sampled(over, sampling):
+    fake = Fake(logprob=math.log(0.5), candidates=QUARTERS)
+    async with over(fake, records_entropy=True) as (engine, _):
         rollout = await engine.generate(PROMPT, Sampling(max_tokens=5, **sampling))
         entropy = 0.5 * math.log(2) + 0.5 * math.log(4)
         np.testing.assert_allclose(rollout.columns[SAMPLED_ENTROPY], [0, 0, 0, *[entropy] * 5], rtol=1e-6)
@@ -50,31 +52,26 @@ def test_entropies_are_those_of_all_that_could_be_sampled(run, sampling):
         evaluated = await engine.generate(PROMPT, Sampling(max_tokens=5, keep_mask=False, **sampling))
         assert evaluated.columns == {} and fake.asked[-1][1]["sampling_params"]["logprobs"] == 0
 
-    fake = Fake(logprob=math.log(0.5), candidates=QUARTERS)
-    run(check, fake, records_entropy=True)
-
 
 @pytest.mark.long
 @pytest.mark.usefixtures("vllm_server")
-def test_entropies_of_a_real_server_are_those_of_the_model(tiny_model):
-    async def main():
-        sync, model = WeightSync(Lineage("life"), MemoryTransport()), load_model(tiny_model)
-        with torch.no_grad():  # as `slow_entropies` has it
-            model.get_parameter("model.norm.weight").mul_(4)
-        limits = {"slots": 4, "context": 96, "decode": None}
-        async with served(tiny_model, sync=sync, **limits, records_entropy=True) as (engine, _):
-            await engine.load(sync.offer(0, named_tensors(model)))
-            for sampling in ({}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"min_tokens": 9, "stop_ids": (1, 20)}):
-                rollout = await engine.generate(PROMPT, Sampling(max_tokens=12, seed=3, **sampling))
-                found = rollout.columns[SAMPLED_ENTROPY]
-                assert found[3:].any()
-                np.testing.assert_allclose(found, slow_entropies(tiny_model, rollout), atol=1e-4)
-
-    asyncio.run(main())
+async def test_entropies_of_a_real_server_are_those_of_the_model(tiny_model):
+    sync, model = WeightSync(Lineage("life"), MemoryTransport()), load_model(tiny_model)
+    with torch.no_grad():  # as `slow_entropies` has it
+        model.get_parameter("model.norm.weight").mul_(4)
+    limits = {"slots": 4, "context": 96, "decode": None}
+    async with served(tiny_model, sync=sync, **limits, records_entropy=True) as (engine, _):
+        await engine.load(sync.offer(0, named_tensors(model)))
+        for sampling in ({}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"min_tokens": 9, "stop_ids": (1, 20)}):
+            rollout = await engine.generate(PROMPT, Sampling(max_tokens=12, seed=3, **sampling))
+            found = rollout.columns[SAMPLED_ENTROPY]
+            assert found[3:].any()
+            np.testing.assert_allclose(found, slow_entropies(tiny_model, rollout), atol=1e-4)
 
 
-def test_experts_come_with_the_end_of_a_call_and_those_of_an_earlier_one_stay(run):
-    async def check(engine, _):
+async def test_experts_come_with_the_end_of_a_call_and_those_of_an_earlier_one_stay(over):
+    fake = Fake(routed=(4, 2))
+    async with over(fake, routers=ROUTERS) as (engine, _):
         first = await engine.generate(PROMPT, Sampling(max_tokens=4))
         expected = np.indices((6, 4, 2)).sum(axis=0)[:, [1, 3]]
         assert first.expert_routing.dtype == np.int16 and first.expert_routing.shape == (7, 2, 2)
@@ -91,16 +88,14 @@ def test_experts_come_with_the_end_of_a_call_and_those_of_an_earlier_one_stay(ru
         np.testing.assert_array_equal(second.expert_routing[:9], np.indices((9, 4, 2)).sum(axis=0)[:, [1, 3]])
         assert (second.expert_routing[9] == -1).all()
 
-    fake = Fake(routed=(4, 2))
-    run(check, fake, routers=ROUTERS)
 
+async def test_a_stream_that_is_closed_early_leaves_experts_unknown(over):
+    def decode(ids):
+        return "".join(chr(ord("a") + each - 10) for each in ids)
 
-def test_a_stream_that_is_closed_early_leaves_experts_unknown(run):
-    async def check(engine, _):
+    async with over(Fake(routed=(4, 2)), routers=ROUTERS, decode=decode) as (engine, _):
         rollout = await engine.generate(PROMPT, Sampling(max_tokens=20, stop=("c",)))
         assert rollout.num_sampled == 3 and (rollout.expert_routing == -1).all()
-
-    run(check, Fake(routed=(4, 2)), routers=ROUTERS, decode=lambda ids: "".join(chr(ord("a") + each - 10) for each in ids))
 
 
 @pytest.mark.parametrize(
@@ -112,16 +107,11 @@ def test_a_stream_that_is_closed_early_leaves_experts_unknown(run):
         ((4, 2), ""),
     ],
 )
-def test_a_server_whose_experts_are_not_the_models_is_refused(routed, told):
-    async def main(fake):
-        async with serving(fake) as url, talking(url) as api:
-            if not told:
-                await try_generate(api, 200, routers=ROUTERS)
-                return
-            with pytest.raises(ConfigError, match=told):
-                await try_generate(api, 200, routers=ROUTERS)
-
-    asyncio.run(main(Fake(logprob=math.log(0.5), candidates=((50, math.log(0.5)),), routed=routed)))
+async def test_a_server_whose_experts_are_not_the_models_is_refused(routed, told):
+    fake = Fake(logprob=math.log(0.5), candidates=((50, math.log(0.5)),), routed=routed)
+    async with serving(fake) as url, talking(url) as api:
+        with pytest.raises(ConfigError, match=told) if told else contextlib.nullcontext():
+            await try_generate(api, 200, routers=ROUTERS)
 
 
 def test_what_no_server_can_record_is_refused_by_name(tiny_model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import agents
@@ -105,7 +104,7 @@ def test_a_truncated_response_which_the_framework_raises_for_is_scored() -> None
     assert episode.outcome is None and episode.rollouts[0].finish_reason is FinishReason.LENGTH
 
 
-def test_earlier_responses_are_named_by_their_ids() -> None:
+async def test_earlier_responses_are_named_by_their_ids() -> None:
     engine = Answering(lambda text: f"{text.count('assistant')}{END}")
 
     @headrace.agent
@@ -117,12 +116,9 @@ def test_earlier_responses_are_named_by_their_ids() -> None:
             result = await agents.Runner.run(agent, f"question {number}", previous_response_id=earlier)
         assert result.final_output == "3"
 
-    async def whole() -> None:
-        episode = await run_episode(solve, {"prompt": "x"}, client_of(engine))
-        assert episode.outcome is None and [len(rollout.calls) for rollout in episode.rollouts] == [3]
-        check_exact(episode, engine)
-
-    asyncio.run(whole())
+    episode = await run_episode(solve, {"prompt": "x"}, client_of(engine))
+    assert episode.outcome is None and [len(rollout.calls) for rollout in episode.rollouts] == [3]
+    check_exact(episode, engine)
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ def test_a_call_that_is_given_up_is_cancelled_at_the_engine_and_can_be_repeated(
     assert len(episode.rollouts) == 1 and len(episode.rollouts[0].calls) == 2
 
 
-def test_one_episodes_key_opens_no_other() -> None:
+async def test_one_episodes_key_opens_no_other() -> None:
     engine = Answering(lambda text: f"ok{END}")
     sessions: dict[str, Any] = {}
     both_there = asyncio.Event()
@@ -378,24 +378,21 @@ def test_one_episodes_key_opens_no_other() -> None:
                 with pytest.raises(openai.AuthenticationError):
                     await stranger.models.list()
 
-    async def both() -> None:
-        rows = {"g0/0": {"prompt": "first"}, "g1/0": {"prompt": "second"}}
-        running = [run_episode(nosy, row, client_of(engine, episode)) for episode, row in rows.items()]
-        episodes = await asyncio.gather(*running)
-        assert [episode.outcome for episode in episodes] == [None, None]
-        for episode in episodes:
-            check_exact(episode, engine)
-            assert len(episode.rollouts) == 1 and len(episode.rollouts[0].calls) == 2, "responses and chats are one history"
-        first, second = sessions.values()
-        assert first.base_url == second.base_url and first.api_key != second.api_key
-        for session in (first, second):  # keys end with their episodes
-            with pytest.raises(openai.AuthenticationError):
-                await ask(session, user("go"))
-
-    asyncio.run(both())
+    rows = {"g0/0": {"prompt": "first"}, "g1/0": {"prompt": "second"}}
+    running = [run_episode(nosy, row, client_of(engine, episode)) for episode, row in rows.items()]
+    episodes = await asyncio.gather(*running)
+    assert [episode.outcome for episode in episodes] == [None, None]
+    for episode in episodes:
+        check_exact(episode, engine)
+        assert len(episode.rollouts) == 1 and len(episode.rollouts[0].calls) == 2, "responses and chats are one history"
+    first, second = sessions.values()
+    assert first.base_url == second.base_url and first.api_key != second.api_key
+    for session in (first, second):  # keys end with their episodes
+        with pytest.raises(openai.AuthenticationError):
+            await ask(session, user("go"))
 
 
-def test_calls_in_flight_end_with_the_episode() -> None:
+async def test_calls_in_flight_end_with_the_episode() -> None:
     engine = Answering(lambda text: f"ok{END}")
     left: list[asyncio.Task[Any]] = []
 
@@ -407,14 +404,11 @@ def test_calls_in_flight_end_with_the_episode() -> None:
         while len(engine.samplings) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    async def whole() -> None:
-        episode = await run_episode(careless, {"prompt": "x"}, client_of(engine))
-        assert len(episode.rollouts) == 1 and episode.outcome is None
-        with pytest.raises(openai.AuthenticationError, match="has ended"):
-            await left[0]
-        assert engine.num_cancelled == 1
-
-    asyncio.run(whole())
+    episode = await run_episode(careless, {"prompt": "x"}, client_of(engine))
+    assert len(episode.rollouts) == 1 and episode.outcome is None
+    with pytest.raises(openai.AuthenticationError, match="has ended"):
+        await left[0]
+    assert engine.num_cancelled == 1
 
 
 @pytest.mark.parametrize("way", ["number", "dict", "callback", "post", "none"])

@@ -15,71 +15,62 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_later_calls_of_an_episode_go_before_the_first_calls_of_others():
-    async def main() -> None:
-        limit, order = CallLimit(1), []
+async def test_later_calls_of_an_episode_go_before_the_first_calls_of_others():
+    limit, order = CallLimit(1), []
 
-        async def call(name: str, *, is_first: bool) -> None:
-            await limit.acquire(is_first=is_first)
-            order.append(name)
+    async def call(name: str, *, is_first: bool) -> None:
+        await limit.acquire(is_first=is_first)
+        order.append(name)
 
-        await limit.acquire(is_first=True)
-        calls = [asyncio.ensure_future(call(name, is_first=name.islower())) for name in ("a", "b", "C", "d", "E")]
-        await settle()
-        assert not order
-        for _ in calls:
-            limit.release()
-            await settle()
-        assert order == ["C", "E", "a", "b", "d"] and limit.num_free == 0
-        limit.release()
-        assert limit.num_free == 1
-
-    asyncio.run(main())
-
-
-def test_places_come_and_go_with_engines():
-    async def main() -> None:
-        limit = CallLimit(1)
-        calls = [asyncio.ensure_future(limit.acquire(is_first=True)) for _ in range(4)]
-        await settle()
-        limit.resize(3)
-        await settle()
-        assert [call.done() for call in calls] == [True, True, True, False] and limit.num_calls == 4
-        limit.resize(1)
-        for _ in range(2):
-            limit.release()
-            await settle()
-        assert not calls[3].done(), "two calls were too many"
+    await limit.acquire(is_first=True)
+    calls = [asyncio.ensure_future(call(name, is_first=name.islower())) for name in ("a", "b", "C", "d", "E")]
+    await settle()
+    assert not order
+    for _ in calls:
         limit.release()
         await settle()
-        assert calls[3].done() and limit.num_calls == 1
-        limit.release()
-        assert limit.num_free == 1
+    assert order == ["C", "E", "a", "b", "d"] and limit.num_free == 0
+    limit.release()
+    assert limit.num_free == 1
 
-    asyncio.run(main())
+
+async def test_places_come_and_go_with_engines():
+    limit = CallLimit(1)
+    calls = [asyncio.ensure_future(limit.acquire(is_first=True)) for _ in range(4)]
+    await settle()
+    limit.resize(3)
+    await settle()
+    assert [call.done() for call in calls] == [True, True, True, False] and limit.num_calls == 4
+    limit.resize(1)
+    for _ in range(2):
+        limit.release()
+        await settle()
+    assert not calls[3].done(), "two calls were too many"
+    limit.release()
+    await settle()
+    assert calls[3].done() and limit.num_calls == 1
+    limit.release()
+    assert limit.num_free == 1
 
 
 @pytest.mark.parametrize("is_handed_over", [False, True])
-def test_a_cancelled_call_leaves_its_place_to_the_next(is_handed_over):
-    async def main() -> None:
-        limit = CallLimit(1)
-        await limit.acquire(is_first=True)
-        gives_up, waits = (asyncio.ensure_future(limit.acquire(is_first=True)) for _ in range(2))
-        await settle()
-        if is_handed_over:
-            limit.release()  # to the one that is cancelled before it runs
-        gives_up.cancel()
-        await settle()
-        if not is_handed_over:
-            limit.release()
-        await asyncio.wait_for(waits, 30)
+async def test_a_cancelled_call_leaves_its_place_to_the_next(is_handed_over):
+    limit = CallLimit(1)
+    await limit.acquire(is_first=True)
+    gives_up, waits = (asyncio.ensure_future(limit.acquire(is_first=True)) for _ in range(2))
+    await settle()
+    if is_handed_over:
+        limit.release()  # to the one that is cancelled before it runs
+    gives_up.cancel()
+    await settle()
+    if not is_handed_over:
         limit.release()
-        assert gives_up.cancelled() and limit.num_free == 1
+    await asyncio.wait_for(waits, 30)
+    limit.release()
+    assert gives_up.cancelled() and limit.num_free == 1
 
-    asyncio.run(main())
 
-
-def test_an_episode_that_waits_for_a_tool_holds_no_place():
+async def test_an_episode_that_waits_for_a_tool_holds_no_place():
     class Engine:
         num_running = most = 0
 
@@ -97,27 +88,24 @@ def test_an_episode_that_waits_for_a_tool_holds_no_place():
         def __len__(self) -> int:
             return 1
 
-    async def main() -> None:
-        engine, limit, tool = Engine(), CallLimit(2), asyncio.Event()
-        waiting = []
+    engine, limit, tool = Engine(), CallLimit(2), asyncio.Event()
+    waiting = []
 
-        async def episode(name: str) -> None:
-            client = EngineClient(
-                engine=engine, encoder=None, episode=name, group=name, index=0, sampling=Sampling(), seed=0, limit=limit
-            )  # type: ignore[arg-type]
-            await client.generate(Prompt(name))
-            waiting.append(name)
-            await tool.wait()
-            await client.generate(Prompt(name))
+    async def episode(name: str) -> None:
+        client = EngineClient(
+            engine=engine, encoder=None, episode=name, group=name, index=0, sampling=Sampling(), seed=0, limit=limit
+        )  # type: ignore[arg-type]
+        await client.generate(Prompt(name))
+        waiting.append(name)
+        await tool.wait()
+        await client.generate(Prompt(name))
 
-        episodes = [asyncio.ensure_future(episode(f"e{number}")) for number in range(6)]
-        for _ in range(6):
-            await settle()
-            await settle()
-        assert len(waiting) == 6
-        assert limit.num_free == 2 and engine.most == 2, "all wait for the tool at once, and none holds a place"
-        tool.set()
-        await asyncio.gather(*episodes)
-        assert limit.num_free == 2 and engine.most == 2
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+    episodes = [asyncio.ensure_future(episode(f"e{number}")) for number in range(6)]
+    for _ in range(6):
+        await settle()
+        await settle()
+    assert len(waiting) == 6
+    assert limit.num_free == 2 and engine.most == 2, "all wait for the tool at once, and none holds a place"
+    tool.set()
+    await asyncio.gather(*episodes)
+    assert limit.num_free == 2 and engine.most == 2

@@ -65,16 +65,14 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("environment", [SingleTurn(), Stubborn()])
-def test_an_episode_that_takes_too_long_fails_and_frees_its_slot(environment: Any, request: pytest.FixtureRequest) -> None:
+async def test_an_episode_that_takes_too_long_fails_and_frees_its_slot(
+    environment: Any, request: pytest.FixtureRequest
+) -> None:
     engine, limit, said = Engine(), CallLimit(1), []
     if isinstance(environment, Stubborn):
         request.getfixturevalue("soon")
-
-    async def main() -> Episode:
-        client = make_client(engine, limit=limit, on_stuck=said.append)
-        return await run_episode(environment, TASK, client, timeout=0.02)
-
-    episode = asyncio.run(asyncio.wait_for(main(), 10))
+    client = make_client(engine, limit=limit, on_stuck=said.append)
+    episode = await run_episode(environment, TASK, client, timeout=0.02)
     assert isinstance(episode.outcome, InfraAbort) and "episode.timeout = 0.02 s" in episode.outcome.reason
     if isinstance(environment, SingleTurn):
         assert engine.num_running == 0 and limit.num_free == 1 and not said
@@ -83,26 +81,23 @@ def test_an_episode_that_takes_too_long_fails_and_frees_its_slot(environment: An
         assert "test_episode_timeout.py:" in said[0]
 
 
-def test_waiting_for_a_place_at_the_engines_does_not_count() -> None:
-    async def main() -> None:
-        limit, engine = CallLimit(1), Engine()
-        await limit.acquire(is_first=True)
-        client = make_client(engine, limit=limit)
-        loop = asyncio.get_running_loop()
-        running = asyncio.ensure_future(run_episode(SingleTurn(), TASK, client, timeout=1000))
-        await settle()
-        assert client.clock is not None and client.clock.when() is None
-        limit.release()
-        await settle()
-        assert engine.num_running
-        assert 990 < (client.clock.when() or 0) - loop.time() <= 1000
-        running.cancel()
-        await asyncio.wait({running})
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+async def test_waiting_for_a_place_at_the_engines_does_not_count() -> None:
+    limit, engine = CallLimit(1), Engine()
+    await limit.acquire(is_first=True)
+    client = make_client(engine, limit=limit)
+    loop = asyncio.get_running_loop()
+    running = asyncio.ensure_future(run_episode(SingleTurn(), TASK, client, timeout=1000))
+    await settle()
+    assert client.clock is not None and client.clock.when() is None
+    limit.release()
+    await settle()
+    assert engine.num_running
+    assert 990 < (client.clock.when() or 0) - loop.time() <= 1000
+    running.cancel()
+    await asyncio.wait({running})
 
 
-def test_a_call_that_waits_after_its_episode_has_failed_leaves_its_place_to_others() -> None:
+async def test_a_call_that_waits_after_its_episode_has_failed_leaves_its_place_to_others() -> None:
     class Instant(Engine):
         async def generate(self, rollout: object, sampling: Sampling) -> object:
             return rollout
@@ -118,19 +113,16 @@ def test_a_call_that_waits_after_its_episode_has_failed_leaves_its_place_to_othe
             await asyncio.gather(client.generate(client.prompt(task["prompt"])), tool())
             raise AssertionError
 
-    async def main() -> None:
-        limit = CallLimit(1)
-        await limit.acquire(is_first=True)
-        episode = await run_episode(BrokenTool(), TASK, make_client(Instant(), limit=limit), timeout=1000)
-        assert isinstance(episode.outcome, InfraAbort) and "ValueError: broken" in episode.outcome.reason
-        limit.release()
-        await settle()
-        assert limit.num_free == 1
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+    limit = CallLimit(1)
+    await limit.acquire(is_first=True)
+    episode = await run_episode(BrokenTool(), TASK, make_client(Instant(), limit=limit), timeout=1000)
+    assert isinstance(episode.outcome, InfraAbort) and "ValueError: broken" in episode.outcome.reason
+    limit.release()
+    await settle()
+    assert limit.num_free == 1
 
 
-def test_the_clock_goes_on_when_an_environment_gives_up_its_first_call() -> None:
+async def test_the_clock_goes_on_when_an_environment_gives_up_its_first_call() -> None:
     class GivesUp:
         async def run(self, task: dict[str, Any], client: EngineClient) -> Episode:
             call = asyncio.ensure_future(client.generate(client.prompt(task["prompt"])))
@@ -142,21 +134,18 @@ def test_the_clock_goes_on_when_an_environment_gives_up_its_first_call() -> None
             await asyncio.Event().wait()
             raise AssertionError
 
-    async def main() -> None:
-        limit = CallLimit(1)
-        await limit.acquire(is_first=True)
-        client = make_client(Engine(), limit=limit)
-        running = asyncio.ensure_future(run_episode(GivesUp(), TASK, client, timeout=1000))
-        for _ in range(3):
-            await settle()
-        assert not running.done() and client.clock is not None
-        assert 990 < (client.clock.when() or 0) - asyncio.get_running_loop().time() <= 1000
-        running.cancel()
-        await asyncio.wait({running})
-        limit.release()
-        assert limit.num_free == 1
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+    limit = CallLimit(1)
+    await limit.acquire(is_first=True)
+    client = make_client(Engine(), limit=limit)
+    running = asyncio.ensure_future(run_episode(GivesUp(), TASK, client, timeout=1000))
+    for _ in range(3):
+        await settle()
+    assert not running.done() and client.clock is not None
+    assert 990 < (client.clock.when() or 0) - asyncio.get_running_loop().time() <= 1000
+    running.cancel()
+    await asyncio.wait({running})
+    limit.release()
+    assert limit.num_free == 1
 
 
 def test_an_environment_that_does_not_end_is_named_and_left_behind_when_the_run_ends(soon: None) -> None:

@@ -98,12 +98,9 @@ def test_without_fields_both_are_json(url: str) -> None:
     assert rollout.rewards == {"environment": 1.0}
 
 
-def test_episodes_have_sessions_of_their_own(url: str) -> None:
-    async def both():
-        how = {"action": "number", "observation": "text"}
-        return await asyncio.gather(play(url, ["3", "7"], **how), play(url, ["9", "8", "7"], number=1, **how))
-
-    first, second = asyncio.run(both())
+async def test_episodes_have_sessions_of_their_own(url: str) -> None:
+    how = {"action": "number", "observation": "text"}
+    first, second = await asyncio.gather(play(url, ["3", "7"], **how), play(url, ["9", "8", "7"], number=1, **how))
     assert [len(episode.rollouts[0].calls) for episode, _, _ in (first, second)] == [2, 3]
 
 

@@ -234,22 +234,18 @@ server.run()
 """
 
 
-def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
+async def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     (tmp_path / "server.py").write_text(SERVER)
     environment = ToolEnvironment([f"mcp:{sys.executable} {tmp_path / 'server.py'}", add], tool_timeout=20.0)
-
-    async def twice() -> list[list[str]]:
-        found = []
-        for says in ([call("times", a=6, b=7), call("fail"), call("die")], [call("times", a=2, b=2) + call("add", a=1)]):
-            client, engine = client_of(tokenizer_of("qwen2_5"))
-            engine.says = [(text + END, FinishReason.STOP) for text in [*says, "ok"]]
-            episode = await run_episode(environment, {"prompt": CHAT}, client)
-            assert not isinstance(episode.outcome, InfraAbort), episode.outcome
-            found.append(replies(client.messages(episode.rollouts[-1])))
-        return found
-
-    first, second = asyncio.run(twice())
+    found = []
+    for says in ([call("times", a=6, b=7), call("fail"), call("die")], [call("times", a=2, b=2) + call("add", a=1)]):
+        client, engine = client_of(tokenizer_of("qwen2_5"))
+        engine.says = [(text + END, FinishReason.STOP) for text in [*says, "ok"]]
+        episode = await run_episode(environment, {"prompt": CHAT}, client)
+        assert not isinstance(episode.outcome, InfraAbort), episode.outcome
+        found.append(replies(client.messages(episode.rollouts[-1])))
+    first, second = found
     assert (
         first[0] == "42"
         and first[1].startswith("Error: RuntimeError: Error executing tool fail")

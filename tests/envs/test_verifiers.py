@@ -67,7 +67,7 @@ def test_tools() -> None:
     check_trained(episode.rollouts, engine)
 
 
-def test_episodes_at_once_keep_apart() -> None:
+async def test_episodes_at_once_keep_apart() -> None:
     made = environment()
 
     async def one(number: int):
@@ -75,10 +75,7 @@ def test_episodes_at_once_keep_apart() -> None:
         engine.says = [(f"{['12', 'no'][number % 2]}{END}", STOP)]
         return await run_episode(made, made.rows()[0], client), engine
 
-    async def several():
-        return await asyncio.gather(*(one(number) for number in range(4)))
-
-    for number, (episode, engine) in enumerate(asyncio.run(several())):
+    for number, (episode, engine) in enumerate(await asyncio.gather(*(one(number) for number in range(4)))):
         assert episode.outcome == Scored([1.5, 0.5][number % 2])
         check_trained(episode.rollouts, engine)
 

@@ -65,21 +65,18 @@ def test_a_process_that_was_replaced_leaves_no_descriptor(places: tuple[Path, Pa
     asyncio.run(main())
 
 
-def test_what_a_run_left_whose_processes_were_all_killed_goes_when_the_next_starts(places: tuple[Path, Path]) -> None:
-    async def main() -> None:
-        killed = processes(places)
-        await killed.listen()
-        for folder in places:
-            (folder / f"{killed.prefix}-1-0").touch()
-        with processes(places) as alive:
-            await alive.listen()
-            assert all((folder / f"{killed.prefix}-1-0").exists() for folder in places), "it was alive"
-            for claim in killed.claims:
-                assert claim._descriptor is not None
-                os.close(claim._descriptor)  # as the system does when it ends
-            with processes(places):
-                for folder in places:
-                    assert not list(folder.glob(f"{killed.prefix}*")) and list(folder.glob(f"{alive.prefix}*"))
-        assert not any(list(folder.iterdir()) for folder in places)
-
-    asyncio.run(main())
+async def test_what_a_run_left_whose_processes_were_all_killed_goes_when_the_next_starts(places: tuple[Path, Path]) -> None:
+    killed = processes(places)
+    await killed.listen()
+    for folder in places:
+        (folder / f"{killed.prefix}-1-0").touch()
+    with processes(places) as alive:
+        await alive.listen()
+        assert all((folder / f"{killed.prefix}-1-0").exists() for folder in places), "it was alive"
+        for claim in killed.claims:
+            assert claim._descriptor is not None
+            os.close(claim._descriptor)  # as the system does when it ends
+        with processes(places):
+            for folder in places:
+                assert not list(folder.glob(f"{killed.prefix}*")) and list(folder.glob(f"{alive.prefix}*"))
+    assert not any(list(folder.iterdir()) for folder in places)

@@ -109,21 +109,17 @@ class Starting(LocalProcesses):
         return SimpleNamespace(run=run, stream=SimpleNamespace(close=lambda: None))
 
 
-def test_an_engine_that_weights_do_not_reach_while_it_starts_may_be_started_again(tmp_path: Path) -> None:
+async def test_an_engine_that_weights_do_not_reach_while_it_starts_may_be_started_again(tmp_path: Path) -> None:
     """`_replace` does so for what is a `RoleFailed`; anything else ends the run."""
+    processes = Starting(tmp_path, said=[])
 
-    async def main() -> None:
-        processes = Starting(tmp_path, said=[])
+    async def refuses(*_: object) -> None:
+        raise SyncError("version 3: the link is broken")
 
-        async def refuses(*_: object) -> None:
-            raise SyncError("version 3: the link is broken")
-
-        processes.pool.join = refuses  # type: ignore[method-assign]
-        with pytest.raises(RoleFailed, match=r"engine-1 .*version 3: the link is broken\n  log .*engine-1\.log"):
-            await processes.start_engine(processes.start_process("engine", 1))
-        processes._cancel_tasks()
-
-    asyncio.run(main())
+    processes.pool.join = refuses  # type: ignore[method-assign]
+    with pytest.raises(RoleFailed, match=r"engine-1 .*version 3: the link is broken\n  log .*engine-1\.log"):
+        await processes.start_engine(processes.start_process("engine", 1))
+    processes._cancel_tasks()
 
 
 def start(tmp_path: Path, *ends: str, is_first: bool = True) -> tuple[list[RoleProcess], list[str], RoleFailed | None]:
@@ -261,15 +257,11 @@ def test_without_any_engine_the_run_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last_words", [False, True])
-def test_a_trainer_that_raised_is_not_taken_for_a_lost_one(tmp_path: Path, last_words: bool) -> None:
+async def test_a_trainer_that_raised_is_not_taken_for_a_lost_one(tmp_path: Path, last_words: bool) -> None:
     """A lost one is started again; what one raised, it would raise again."""
-
-    async def main() -> Exception:
-        process = RoleProcess("trainer", "trainer", handle=FarProcess(), placement=placement(tmp_path / "trainer.log"))
-        if last_words:
-            process._take_last_words({"kind": "OutOfMemoryError", "message": "of 80 GB"})
-        process.watch_end()
-        return await process.explain()
-
-    error = asyncio.run(main())
+    process = RoleProcess("trainer", "trainer", handle=FarProcess(), placement=placement(tmp_path / "trainer.log"))
+    if last_words:
+        process._take_last_words({"kind": "OutOfMemoryError", "message": "of 80 GB"})
+    process.watch_end()
+    error = await process.explain()
     assert isinstance(error, RoleFailed) and isinstance(error, TrainerLost) is not last_words

@@ -310,23 +310,19 @@ def assert_agrees(rollout: Rollout, judged: Array, *, exact: bool) -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("num_blocks", [0, 12])
-def test_rollouts_keep_the_version_they_began_with(tiny_model: str, exact: bool, num_blocks: int) -> None:
+async def test_rollouts_keep_the_version_they_began_with(tiny_model: str, exact: bool, num_blocks: int) -> None:
     """Three versions in one batch; with few blocks, rollouts are retracted and computed again under the version they keep."""
     served = Served(tiny_model, exact=exact, num_blocks=num_blocks)
-
-    async def main() -> list[Rollout]:
-        serving, calls = asyncio.ensure_future(served.engine.serve()), []
-        for version in (1, 2, 3):
-            await served.publish(version, Interrupt.LEASE)
-            for index in range(4):
-                sampling = Sampling(max_tokens=24 + 3 * index, seed=index, temperature=1.0)
-                calls.append(asyncio.ensure_future(served.engine.generate(prompt(index), sampling)))
-            await until_sampled(served, 12)
-        done = await asyncio.gather(*calls)
-        serving.cancel()
-        return list(done)
-
-    rollouts = asyncio.run(main())
+    serving, calls = asyncio.ensure_future(served.engine.serve()), []
+    for version in (1, 2, 3):
+        await served.publish(version, Interrupt.LEASE)
+        for index in range(4):
+            sampling = Sampling(max_tokens=24 + 3 * index, seed=index, temperature=1.0)
+            calls.append(asyncio.ensure_future(served.engine.generate(prompt(index), sampling)))
+        await until_sampled(served, 12)
+    done = await asyncio.gather(*calls)
+    serving.cancel()
+    rollouts = list(done)
     assert not num_blocks or served.core.scheduler.num_retractions
     for place, rollout in enumerate(rollouts):
         versions = set(rollout.versions[rollout.is_sampled].tolist())
@@ -357,64 +353,49 @@ def test_what_is_sampled_by_a_kept_version_is_of_its_lineage(tiny_model: str) ->
     assert request.lineage == "before" and request.held.version == 12
 
 
-def test_a_version_is_freed_with_its_last_rollout(tiny_model: str) -> None:
+async def test_a_version_is_freed_with_its_last_rollout(tiny_model: str) -> None:
     served = Served(tiny_model)
-
-    async def main() -> None:
-        serving = asyncio.ensure_future(served.engine.serve())
-        await served.publish(1, Interrupt.LEASE)
-        short, long = (
-            asyncio.ensure_future(served.engine.generate(prompt(n), Sampling(max_tokens=n, seed=n))) for n in (6, 40)
-        )
-        await until_sampled(served, 4)
-        await served.publish(2, Interrupt.LEASE)
-        held = weakref.ref(next(iter(next(iter(served.core._slots.held.values())).tensors.values())))
-        await short
-        gc.collect()
-        assert held() is not None and len(served.core._slots.held) == 1
-        await long
-        await asyncio.sleep(0)
-        gc.collect()
-        assert held() is None and not served.core._slots.held
-        serving.cancel()
-
-    asyncio.run(main())
+    serving = asyncio.ensure_future(served.engine.serve())
+    await served.publish(1, Interrupt.LEASE)
+    short, long = (asyncio.ensure_future(served.engine.generate(prompt(n), Sampling(max_tokens=n, seed=n))) for n in (6, 40))
+    await until_sampled(served, 4)
+    await served.publish(2, Interrupt.LEASE)
+    held = weakref.ref(next(iter(next(iter(served.core._slots.held.values())).tensors.values())))
+    await short
+    gc.collect()
+    assert held() is not None and len(served.core._slots.held) == 1
+    await long
+    await asyncio.sleep(0)
+    gc.collect()
+    assert held() is None and not served.core._slots.held
+    serving.cancel()
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_without_a_lease_later_tokens_are_of_the_newer_version(tiny_model: str, exact: bool) -> None:
+async def test_without_a_lease_later_tokens_are_of_the_newer_version(tiny_model: str, exact: bool) -> None:
     served = Served(tiny_model, exact=exact)
-
-    async def main() -> Rollout:
-        serving = asyncio.ensure_future(served.engine.serve())
-        await served.publish(1, Interrupt.KEEP)
-        call = asyncio.ensure_future(served.engine.generate(prompt(0), Sampling(max_tokens=20, seed=1)))
-        await until_sampled(served, 5)
-        await served.publish(2, Interrupt.RETRACT)
-        rollout = await call
-        serving.cancel()
-        return rollout
-
-    rollout = asyncio.run(main())
+    serving = asyncio.ensure_future(served.engine.serve())
+    await served.publish(1, Interrupt.KEEP)
+    call = asyncio.ensure_future(served.engine.generate(prompt(0), Sampling(max_tokens=20, seed=1)))
+    await until_sampled(served, 5)
+    await served.publish(2, Interrupt.RETRACT)
+    rollout = await call
+    serving.cancel()
     versions = rollout.versions[rollout.is_sampled]
     assert set(versions.tolist()) == {1, 2} and (np.diff(versions) >= 0).all()
     newer, judged = rollout.versions == 2, served.judge(rollout, 2)
     np.testing.assert_allclose(rollout.logprobs[newer], judged[newer], atol=0 if exact else 1e-5)
 
 
-def test_prompts_cached_under_one_version_are_not_used_by_another(tiny_model: str) -> None:
+async def test_prompts_cached_under_one_version_are_not_used_by_another(tiny_model: str) -> None:
     served = Served(tiny_model)
     ids = np.random.default_rng(0).integers(6, 90, size=40)
-
-    async def main() -> list[Rollout]:
-        serving, done = asyncio.ensure_future(served.engine.serve()), []
-        for version in (1, 2):
-            await served.publish(version, Interrupt.LEASE)
-            done.append(await served.engine.generate(Rollout.from_prompt(ids, id=str(version)), Sampling(max_tokens=6, seed=3)))
-        serving.cancel()
-        return done
-
-    for version, rollout in zip((1, 2), asyncio.run(main()), strict=True):
+    serving, done = asyncio.ensure_future(served.engine.serve()), []
+    for version in (1, 2):
+        await served.publish(version, Interrupt.LEASE)
+        done.append(await served.engine.generate(Rollout.from_prompt(ids, id=str(version)), Sampling(max_tokens=6, seed=3)))
+    serving.cancel()
+    for version, rollout in zip((1, 2), done, strict=True):
         assert_agrees(rollout, served.judge(rollout, version), exact=False)
 
 
@@ -451,28 +432,22 @@ def test_all_weights_cannot_be_leased(tiny_model: str) -> None:
         asyncio.run(engine.load(sync.offer(1, core.arena), interrupt=Interrupt.LEASE))
 
 
-def test_updates_for_another_adapter_are_refused_and_nothing_is_lost(tiny_model: str) -> None:
+async def test_updates_for_another_adapter_are_refused_and_nothing_is_lost(tiny_model: str) -> None:
     served = Served(tiny_model)
-
-    async def main() -> None:
-        await served.publish(1, Interrupt.KEEP)
-        wrong = {
-            "it is for adapter": WeightSync(
-                Lineage("life"), MemoryTransport(), adapter={"rank": 4, "alpha": 9.0, "rslora": False}
-            ),
-            "and this engine has": WeightSync(Lineage("life"), MemoryTransport()),
-        }
-        for message, sync in wrong.items():
-            with pytest.raises(WeightError, match=message):
-                await served.engine.load(sync.offer(2, served.trainer.tensors()))
-        other = make_trainer(tiny_model, lora=LoraSettings(rank=5, alpha=8.0))
-        with pytest.raises(WeightError, match=r"lora_A\.weight' is float32 \[5"):
-            await served.engine.load(served.sync.offer(2, other.tensors()))
-        assert (await served.engine.state()).version == 1
-        await served.publish(2, Interrupt.KEEP)
-        assert (await served.engine.state()).version == 2
-
-    asyncio.run(main())
+    await served.publish(1, Interrupt.KEEP)
+    wrong = {
+        "it is for adapter": WeightSync(Lineage("life"), MemoryTransport(), adapter={"rank": 4, "alpha": 9.0, "rslora": False}),
+        "and this engine has": WeightSync(Lineage("life"), MemoryTransport()),
+    }
+    for message, sync in wrong.items():
+        with pytest.raises(WeightError, match=message):
+            await served.engine.load(sync.offer(2, served.trainer.tensors()))
+    other = make_trainer(tiny_model, lora=LoraSettings(rank=5, alpha=8.0))
+    with pytest.raises(WeightError, match=r"lora_A\.weight' is float32 \[5"):
+        await served.engine.load(served.sync.offer(2, other.tensors()))
+    assert (await served.engine.state()).version == 1
+    await served.publish(2, Interrupt.KEEP)
+    assert (await served.engine.state()).version == 2
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "qwen3_moe", "granite", "deepseek_v3"])

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, Qwen3ForCausalLM
 
+from headrace.bench.loads import model_shape
 from headrace.model.head import Head
 
 
 def make(dtype: torch.dtype) -> Head:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
+    config = AutoConfig.for_model(**model_shape("qwen3", 64, 32, 32, 1, 2, 2, 16, 128) | {"tie_word_embeddings": False})
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         model.lm_head.weight.mul_(100).copy_(model.lm_head.weight.bfloat16())  # the same numbers in either dtype

@@ -35,23 +35,20 @@ def test_shares_sum_to_one_whatever_happens(clock) -> None:
     assert all(before.stop == pytest.approx(after.start) for before, after in itertools.pairwise(slices))
 
 
-def test_runnable_but_descheduled_is_told_apart_from_waiting(clock) -> None:
-    async def main() -> Timeline:
-        timeline, signal = Timeline("trainer"), Signal()
-        timeline.start()
+async def test_runnable_but_descheduled_is_told_apart_from_waiting(clock) -> None:
+    timeline, signal = Timeline("trainer"), Signal()
+    timeline.start()
 
-        async def waiter() -> None:
-            await timeline.wait("wait-batch", signal)
+    async def waiter() -> None:
+        await timeline.wait("wait-batch", signal)
 
-        task = asyncio.ensure_future(waiter())
-        await asyncio.sleep(0)
-        clock.sleep(1.0)
-        signal.set()
-        clock.sleep(2.0)  # the point: somebody else holds the thread
-        await task
-        return timeline
-
-    shares = asyncio.run(main()).shares()
+    task = asyncio.ensure_future(waiter())
+    await asyncio.sleep(0)
+    clock.sleep(1.0)
+    signal.set()
+    clock.sleep(2.0)  # the point: somebody else holds the thread
+    await task
+    shares = timeline.shares()
     assert shares["wait-batch"] == pytest.approx(1 / 3) and shares["descheduled"] == pytest.approx(2 / 3)
 
 

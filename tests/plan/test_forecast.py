@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from helpers import small_run
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoConfig
 
+from headrace.bench.loads import SMOLLM2_135M, model_shape
 from headrace.config import make_recipe
 from headrace.engine.native import core
 from headrace.engine.native.core import EngineCore
@@ -25,18 +26,7 @@ from headrace.plan.doctor import Finding, Subject
 from headrace.settings import ConfigError
 from headrace.staleness.gate import gate_depth
 
-MIDDLING = ModelShape.of(
-    Qwen3Config(
-        hidden_size=2048,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=6144,
-        vocab_size=151_936,
-        tie_word_embeddings=True,
-    )
-)
+MIDDLING = ModelShape.of(AutoConfig.for_model(**model_shape("qwen3", 151_936, 2048, 6144, 28, 16, 8, 128, 40_960)))
 
 
 @pytest.fixture
@@ -105,17 +95,7 @@ def free(monkeypatch, num_bytes: float) -> None:
 
 def test_a_small_batch_takes_little_of_a_large_machine(monkeypatch) -> None:
     """SmolLM2-135M with 16 rollouts of 43 tokens: 10.3 GB, when the cache was as large as the slots could come to use."""
-    shape = ModelShape.of(
-        LlamaConfig(
-            hidden_size=576,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            intermediate_size=1536,
-            vocab_size=49_152,
-            tie_word_embeddings=True,
-        )
-    )
+    shape = ModelShape.of(AutoConfig.for_model(**SMOLLM2_135M))
     free(monkeypatch, 20e9)
     sizes = {"train.batch": 16, "train.group_size": 8, "sampling.max_tokens": 12, "staleness.max_lag": 1}
     recipe = make_recipe({"device": "cpu", **sizes})

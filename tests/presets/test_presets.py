@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import PRESETS, Recipe, list_presets, load_recipe, make_recipe, parse_recipe, show_preset
-from headrace.config.preset_text import AXES, page_row
+from headrace.config.preset_text import AXES, axes
 from headrace.settings import ConfigError, describe, flatten, to_dict, to_toml
 
 ROOT = Path(__file__).parents[2]
@@ -106,4 +106,4 @@ def test_the_command_needs_no_torch() -> None:
 def test_the_page_has_every_preset() -> None:
     page = (ROOT / "docs" / "presets.md").read_text().splitlines()
     start = page.index(f"| preset | orchestration | {' | '.join(AXES)} |")
-    assert page[start + 2 : start + 2 + len(NAMES)] == [page_row(name) for name in NAMES]
+    assert page[start + 2 : start + 2 + len(NAMES)] == [f"| `{name}` | {' | '.join(axes(PRESETS[name]))} |" for name in NAMES]

@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from helpers import SMALL, length_reward, small_run
+from stubbed import make_roles
 
 from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_run
 from headrace.config import make_recipe
 from headrace.engine import InFlight
-from headrace.envs import PromptEncoder, SingleTurn
-from headrace.launch import UserInputs, open_tasks
-from headrace.model import build_tokenizer
 from headrace.observe import Observer
 from headrace.observe.inspect import read_rollouts
 from headrace.records import Call, FinishReason
-from headrace.run import POLICY, Roles, make_canary
+from headrace.run import POLICY
 from headrace.run.policy import PolicyState
 from headrace.run.state import Run
-from headrace.score import RewardFunction, RewardScorer
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
@@ -227,19 +224,10 @@ def simulate(
     """Run the loops with the preset's settings and `changes`, without a model."""
     changes = {"sync": {"canary_limit": 1e9}, "steps": 30, "orchestrate": "inline", **changes}  # a stub has no logprobs
     recipe = make_recipe({**SMALL, **_settings(name, changes)})
-    watched, lineage, encoder = Watched(), Lineage.new(), PromptEncoder(build_tokenizer())
+    watched, lineage = Watched(), Lineage.new()
     trainer = TurnsTrainer(lineage, turns=step_turns)
-    roles = Roles(
-        engine=TailEngine(longest=recipe.sampling.max_tokens),
-        trainers={POLICY: trainer},
-        scorer=RewardScorer([(RewardFunction(reward), 1.0)], decode=encoder.decode, settings=recipe.reward),
-        environment=SingleTurn(),
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": str(number)} for number in range(2000)])),
-        canary=make_canary(encoder.encode("canary")),
-        stop_ids=(1,),
-        services=(),
-    )
+    prompts = [str(number) for number in range(2000)]
+    roles = make_roles(recipe, TailEngine(longest=recipe.sampling.max_tokens), trainer, reward=reward, prompts=prompts)
 
     async def after_version(policy: PolicyState) -> None: ...
 

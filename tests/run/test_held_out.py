@@ -93,31 +93,24 @@ async def soon() -> None:
         await asyncio.sleep(0)
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
-
-
-def test_training_goes_on_while_a_share_of_the_slots_evaluates_one_version_at_a_time() -> None:
-    async def test() -> None:
-        world = World()
-        await world.trained(2)
-        await soon()
-        assert world.session.progress.evaluating == 2 and world.at_engine == world.most_at_engine == 2, "a quarter of 8 slots"
-        for version in range(3, 8):
-            await world.trained(version)
-        skipped = [line for line in world.said.lines if "is not evaluated" in line]
-        assert len(skipped) == 1 and skipped[0].startswith("version 4 is not evaluated: that of version 2 is not done yet")
-        await world.trained(8)
-        assert world.session.progress.evaluating == 8, "a checkpoint written now says so"
-        last = asyncio.ensure_future(world.held_out.after_loops())
-        await soon()
-        assert world.most_at_engine == 6, "at the end it gets all slots"
-        world.may_end.set()
-        await last
-        assert world.evaluated == ["version 2", "version 8"] and world.session.progress.evaluating is None
-        assert world.policy.ledger.evaluation == 12
-
-    run(test)
+async def test_training_goes_on_while_a_share_of_the_slots_evaluates_one_version_at_a_time() -> None:
+    world = World()
+    await world.trained(2)
+    await soon()
+    assert world.session.progress.evaluating == 2 and world.at_engine == world.most_at_engine == 2, "a quarter of 8 slots"
+    for version in range(3, 8):
+        await world.trained(version)
+    skipped = [line for line in world.said.lines if "is not evaluated" in line]
+    assert len(skipped) == 1 and skipped[0].startswith("version 4 is not evaluated: that of version 2 is not done yet")
+    await world.trained(8)
+    assert world.session.progress.evaluating == 8, "a checkpoint written now says so"
+    last = asyncio.ensure_future(world.held_out.after_loops())
+    await soon()
+    assert world.most_at_engine == 6, "at the end it gets all slots"
+    world.may_end.set()
+    await last
+    assert world.evaluated == ["version 2", "version 8"] and world.session.progress.evaluating is None
+    assert world.policy.ledger.evaluation == 12
 
 
 WAITS = [
@@ -129,34 +122,28 @@ WAITS = [
 
 
 @pytest.mark.parametrize("settings", WAITS, ids=str)
-def test_the_trainer_waits_where_evaluation_must_not_run_beside_it(settings: dict[str, Any]) -> None:
-    async def test() -> None:
-        world = World(**settings)
-        assert [version for version in range(1, 9) if world.held_out.is_waited_for(version)] == [2, 4, 6, 8]
-        waiting = asyncio.ensure_future(world.trained(2))
-        await soon()
-        assert not waiting.done() and world.at_engine == 6
-        world.may_end.set()
-        await waiting
-        assert world.evaluated == ["version 2"]
-
-    run(test)
+async def test_the_trainer_waits_where_evaluation_must_not_run_beside_it(settings: dict[str, Any]) -> None:
+    world = World(**settings)
+    assert [version for version in range(1, 9) if world.held_out.is_waited_for(version)] == [2, 4, 6, 8]
+    waiting = asyncio.ensure_future(world.trained(2))
+    await soon()
+    assert not waiting.done() and world.at_engine == 6
+    world.may_end.set()
+    await waiting
+    assert world.evaluated == ["version 2"]
 
 
 @pytest.mark.parametrize("version", [0, 5, 8])
-def test_a_resumed_run_makes_again_what_was_lost(version: int) -> None:
-    async def test() -> None:
-        before = {"success": 0.5, "success_low": 0.4, "success_high": 0.6} if version else None
-        world = World(version=version, progress=Progress(held_out_before=before, evaluating=version and 4 + version // 2))
-        world.may_end.set()
-        await world.held_out.before_loops()
-        await world.held_out.after_loops()
-        await soon()
-        assert world.evaluated == [f"version {version}" if version else "before RL"]
-        assert world.session.progress.evaluating is None
-        assert (world.session.progress.seconds_evaluating > 0) == (version in (0, 8)), "before and after RL"
-
-    run(test)
+async def test_a_resumed_run_makes_again_what_was_lost(version: int) -> None:
+    before = {"success": 0.5, "success_low": 0.4, "success_high": 0.6} if version else None
+    world = World(version=version, progress=Progress(held_out_before=before, evaluating=version and 4 + version // 2))
+    world.may_end.set()
+    await world.held_out.before_loops()
+    await world.held_out.after_loops()
+    await soon()
+    assert world.evaluated == [f"version {version}" if version else "before RL"]
+    assert world.session.progress.evaluating is None
+    assert (world.session.progress.seconds_evaluating > 0) == (version in (0, 8)), "before and after RL"
 
 
 # In runs

@@ -6,16 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from stubbed import make_roles
 
 from headrace.bench.controller import trivial
 from headrace.bench.stubs import InstantEngine, StubTrainer
 from headrace.config import make_recipe
-from headrace.envs import PromptEncoder, SingleTurn
-from headrace.launch.inputs import UserInputs, open_tasks
-from headrace.model import build_tokenizer
 from headrace.observe import Observer
-from headrace.run import POLICY, Roles, Run, leg, make_canary, run_loops
-from headrace.score import RewardFunction, RewardScorer
+from headrace.run import POLICY, Run, leg, run_loops
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
@@ -49,52 +46,36 @@ async def until_still(run: Run, policy: PolicyState) -> None:
 
 
 def make_run(recipe: Recipe, trainer: StuckTrainer, lineage: Lineage, **more: Any) -> Run:
-    encoder = PromptEncoder(build_tokenizer())
-    roles = Roles(
-        engine=InstantEngine(tokens=TOKENS),
-        trainers={POLICY: trainer},
-        scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
-        environment=SingleTurn(),
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": "12345"}])),
-        canary=make_canary(encoder.encode("canary")),
-        stop_ids=(1,),
-        services=(),
-        **more,
-    )
+    roles = make_roles(recipe, InstantEngine(tokens=TOKENS), trainer, reward=trivial, prompts=["12345"], **more)
 
     async def after_version(policy: PolicyState) -> None: ...
 
     return Run(recipe, roles, lineage=lineage, observer=Observer(), on_trained=lambda *_: None, after_version=after_version)
 
 
-def test_without_a_gate_what_is_in_flight_follows_the_engines() -> None:
+async def test_without_a_gate_what_is_in_flight_follows_the_engines() -> None:
     """2 × 8 slots of one engine are 16 episodes, and 4 × 4 groups at most wait for their last."""
     recipe = make_recipe({"engine.slots": 8, "staleness.gate": "none", "train": {"batch": BATCH, "group_size": GROUP}})
     held: dict[str, int] = {}
+    lineage = Lineage.new()
+    run = make_run(recipe, StuckTrainer(lineage), lineage, versions=lambda: held)
+    policy = run.policies[POLICY]
 
-    async def main() -> None:
-        lineage = Lineage.new()
-        run = make_run(recipe, StuckTrainer(lineage), lineage, versions=lambda: held)
-        policy = run.policies[POLICY]
+    def bounds() -> tuple[bool, bool, float]:
+        counts = {"version": 0, "submitted": 0, "dropped": 0}
+        run._count_engines()
+        return *(policy.gate.is_open(**counts, unfinished=each) for each in (15, 16)), policy._max_in_flight
 
-        def bounds() -> tuple[bool, bool, float]:
-            counts = {"version": 0, "submitted": 0, "dropped": 0}
-            run._count_engines()
-            return *(policy.gate.is_open(**counts, unfinished=each) for each in (15, 16)), policy._max_in_flight
-
-        assert bounds() == (True, False, 16)
-        run.room.clear()
-        held.update({"engine-0": 0, "engine-1": 0})
-        assert bounds() == (True, True, 32) and run.room.is_set(), "the feed is woken"
-        del held["engine-1"]
-        assert bounds() == (True, False, 16)
-
-    asyncio.run(main())
+    assert bounds() == (True, False, 16)
+    run.room.clear()
+    held.update({"engine-0": 0, "engine-1": 0})
+    assert bounds() == (True, True, 32) and run.room.is_set(), "the feed is woken"
+    del held["engine-1"]
+    assert bounds() == (True, False, 16)
 
 
 @pytest.mark.parametrize("order", ["completion", "submission"])
-def test_without_gate_and_rejection_submission_stops_at_the_buffers_bytes(order: str) -> None:
+async def test_without_gate_and_rejection_submission_stops_at_the_buffers_bytes(order: str) -> None:
     recipe = make_recipe(
         {
             "steps": STEPS,
@@ -107,22 +88,18 @@ def test_without_gate_and_rejection_submission_stops_at_the_buffers_bytes(order:
         }
     )
     lineage = Lineage.new()
-
-    async def main() -> None:
-        trainer = StuckTrainer(lineage)
-        run = make_run(recipe, trainer, lineage)
-        policy = run.policies[POLICY]
-        async with leg(run):
-            training = asyncio.ensure_future(run_loops(run))
-            await until_still(run, policy)
-            group_bytes = policy.buffer.num_bytes / len(policy.buffer)
-            assert GROUP * TOKENS * 14 < group_bytes < GROUP * (TOKENS * 16 + 5000)
-            most_in_flight = max(BATCH // GROUP, 2 * 8 // GROUP)
-            assert MAX_GB * 1e9 <= policy.buffer.num_bytes < MAX_GB * 1e9 + (1 + most_in_flight) * group_bytes
-            assert len(policy.in_flight) == run.queued.qsize() == len(run.finished) == 0
-            assert policy.submitted_groups < 0.5 * STEPS * BATCH // GROUP, "far from all that the run will train"
-            trainer.may_go_on.set()
-            await training
-        assert policy.ledger.counts()["trained"] == STEPS * BATCH
-
-    asyncio.run(main())
+    trainer = StuckTrainer(lineage)
+    run = make_run(recipe, trainer, lineage)
+    policy = run.policies[POLICY]
+    async with leg(run):
+        training = asyncio.ensure_future(run_loops(run))
+        await until_still(run, policy)
+        group_bytes = policy.buffer.num_bytes / len(policy.buffer)
+        assert GROUP * TOKENS * 14 < group_bytes < GROUP * (TOKENS * 16 + 5000)
+        most_in_flight = max(BATCH // GROUP, 2 * 8 // GROUP)
+        assert MAX_GB * 1e9 <= policy.buffer.num_bytes < MAX_GB * 1e9 + (1 + most_in_flight) * group_bytes
+        assert len(policy.in_flight) == run.queued.qsize() == len(run.finished) == 0
+        assert policy.submitted_groups < 0.5 * STEPS * BATCH // GROUP, "far from all that the run will train"
+        trainer.may_go_on.set()
+        await training
+    assert policy.ledger.counts()["trained"] == STEPS * BATCH

@@ -12,17 +12,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from stubbed import make_roles
 
 from headrace.bench.stubs import InstantEngine, StubTrainer
 from headrace.config import make_recipe
 from headrace.durable import seal
-from headrace.envs import PromptEncoder, SingleTurn
-from headrace.launch.inputs import UserInputs, open_tasks
-from headrace.model import build_tokenizer
 from headrace.observe import Observer
-from headrace.run import MANIFEST, POLICY, Checkpoint, CheckpointStore, Roles, Session, make_canary, summarize
+from headrace.run import MANIFEST, Checkpoint, CheckpointStore, Session, summarize
 from headrace.run.checkpoint import CheckpointError
-from headrace.score import RewardFunction, RewardScorer
 from headrace.sync import Lineage
 from headrace.trainer.remote import Answer
 
@@ -94,19 +91,10 @@ def make_session(folder: Path, *, later: int, **settings: Any) -> tuple[Session,
             **settings,
         }
     )
-    lineage, encoder = Lineage.new(), PromptEncoder(build_tokenizer())
+    lineage = Lineage.new()
     trainer = Trainer(lineage, later=later)
-    roles = Roles(
-        engine=InstantEngine(tokens=3),
-        trainers={POLICY: trainer},
-        scorer=RewardScorer([(RewardFunction(length), 1.0)], decode=encoder.decode, settings=recipe.reward),
-        environment=SingleTurn(),
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": str(number)} for number in range(7)])),
-        canary=make_canary(encoder.encode("canary")),
-        stop_ids=(1,),
-        services=(),
-    )
+    prompts = [str(number) for number in range(7)]
+    roles = make_roles(recipe, InstantEngine(tokens=3), trainer, reward=length, prompts=prompts)
     store = CheckpointStore(folder / "checkpoints", rescue=folder / "rescue", keep=10, in_threads=True)
     session = Session(
         recipe=recipe,
@@ -130,13 +118,9 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def test_training_goes_on_while_checkpoints_are_written_in_order(tmp_path: Path) -> None:
-    async def main() -> tuple[Session, Trainer]:
-        session, trainer = make_session(tmp_path, later=EVERY)
-        await asyncio.wait_for(session.train(), 30)
-        return session, trainer
-
-    session, trainer = asyncio.run(main())
+async def test_training_goes_on_while_checkpoints_are_written_in_order(tmp_path: Path) -> None:
+    session, trainer = make_session(tmp_path, later=EVERY)
+    await asyncio.wait_for(session.train(), 30)
     assert trainer.asked == [(f".step-{version}.tmp", version) for version in (2, 4, 6, 8)], "after exactly its own steps"
     assert names(tmp_path / "checkpoints") == [f"step-{version}" for version in (2, 4, 6, 8)]
     found = session.store.latest(warn=print)
@@ -172,16 +156,13 @@ def test_a_checkpoint_shows_the_moment_when_it_was_begun(tmp_path: Path) -> None
         session.observer.close()
 
 
-def test_a_checkpoint_that_fails_beside_training_ends_the_run_and_the_newest_version_is_rescued(tmp_path: Path) -> None:
-    async def main() -> tuple[Session, Trainer, str]:
-        session, trainer = make_session(tmp_path, later=1)
-        trainer.full = tmp_path / "checkpoints"
-        with pytest.raises(CheckpointError, match="No space left on device") as caught:
-            await asyncio.wait_for(session.train(), 30)
-        await session.save_after_failure()  # as the launcher does, whatever failed: there is nothing left to save
-        return session, trainer, str(caught.value)
-
-    session, trainer, message = asyncio.run(main())
+async def test_a_checkpoint_that_fails_beside_training_ends_the_run_and_the_newest_version_is_rescued(tmp_path: Path) -> None:
+    session, trainer = make_session(tmp_path, later=1)
+    trainer.full = tmp_path / "checkpoints"
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        await asyncio.wait_for(session.train(), 30)
+    await session.save_after_failure()  # as the launcher does, whatever failed: there is nothing left to save
+    message = str(caught.value)
     version = session.policy.version
     assert 2 < version < STEPS and version == trainer.num_steps == session.resumes_from
     assert f"Nothing is lost: it is in {tmp_path / 'rescue' / f'step-{version}'}" in message
@@ -190,74 +171,62 @@ def test_a_checkpoint_that_fails_beside_training_ends_the_run_and_the_newest_ver
     assert found is not None and (found.folder / "model.safetensors").read_text() == f"after {version} steps"
 
 
-def test_a_disk_that_works_again_gets_the_newest_version_and_the_run_still_says_what_failed(tmp_path: Path) -> None:
-    async def main() -> Session:
-        session, trainer = make_session(tmp_path, later=1)
-        trainer.full = tmp_path / "checkpoints"
-        really = trainer._save
+async def test_a_disk_that_works_again_gets_the_newest_version_and_the_run_still_says_what_failed(tmp_path: Path) -> None:
+    session, trainer = make_session(tmp_path, later=1)
+    trainer.full = tmp_path / "checkpoints"
+    really = trainer._save
 
-        async def once(folder: Path, **until: Any) -> Fingerprints:
-            try:
-                return await really(folder, **until)
-            finally:
-                trainer.full = None
+    async def once(folder: Path, **until: Any) -> Fingerprints:
+        try:
+            return await really(folder, **until)
+        finally:
+            trainer.full = None
 
-        trainer._save = once  # type: ignore[method-assign]
-        with pytest.raises(CheckpointError, match=r"version 2 could not be written.*Earlier ones are untouched"):
-            await asyncio.wait_for(session.train(), 30)
-        return session
-
-    session = asyncio.run(main())
+    trainer._save = once  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"version 2 could not be written.*Earlier ones are untouched"):
+        await asyncio.wait_for(session.train(), 30)
     assert names(tmp_path / "checkpoints") == [f"step-{session.policy.version}"] and session.resumes_from > 2
     assert not names(tmp_path / "rescue")
 
 
-def test_a_failure_of_any_kind_to_write_an_earlier_version_does_not_keep_the_newest_from_the_disk(tmp_path: Path) -> None:
-    async def main() -> Session:
-        session, trainer = make_session(tmp_path, later=1)
-        really = trainer._save
+async def test_a_failure_of_any_kind_to_write_an_earlier_version_does_not_keep_the_newest_from_the_disk(tmp_path: Path) -> None:
+    session, trainer = make_session(tmp_path, later=1)
+    really = trainer._save
 
-        async def once(folder: Path, **until: Any) -> Fingerprints:
-            await really(folder, **until)
-            trainer._save, trainer.later = really, 0  # type: ignore[method-assign]
-            raise RuntimeError("the trainer has no memory left")
+    async def once(folder: Path, **until: Any) -> Fingerprints:
+        await really(folder, **until)
+        trainer._save, trainer.later = really, 0  # type: ignore[method-assign]
+        raise RuntimeError("the trainer has no memory left")
 
-        trainer._save = once  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="no memory left"):
-            await asyncio.wait_for(session.train(), 30)
-        await session.save_after_failure()  # as the launcher does
-        return session
-
-    session = asyncio.run(main())
+    trainer._save = once  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no memory left"):
+        await asyncio.wait_for(session.train(), 30)
+    await session.save_after_failure()  # as the launcher does
     version = session.policy.version
     assert 2 < version < STEPS and version == session.resumes_from
     assert names(tmp_path / "checkpoints") == [f"step-{version}"] and not names(tmp_path / "rescue")
 
 
-def test_a_disk_slower_than_the_deadline_is_no_stall(tmp_path: Path, monkeypatch) -> None:
+async def test_a_disk_slower_than_the_deadline_is_no_stall(tmp_path: Path, monkeypatch) -> None:
     """While version 2 is written, the clock of the deadline moves on by 30 times the deadline; training waits at version 4."""
     deadline, now = 0.02, 0.0
     monkeypatch.setattr("headrace.run.state.time", SimpleNamespace(monotonic=lambda: now))
+    session, trainer = make_session(tmp_path, later=EVERY, deadline=deadline)
+    really = trainer._save
 
-    async def main() -> Session:
-        session, trainer = make_session(tmp_path, later=EVERY, deadline=deadline)
-        really = trainer._save
+    async def slowly(folder: Path, **until: Any) -> Fingerprints:
+        nonlocal now
+        trainer._save = really  # type: ignore[method-assign]
+        written = await really(folder, **until)
+        for _ in range(40):
+            now += 0.75 * deadline
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2):
+                    while session.run.progressed_at < now:  # noqa: ASYNC110  (it raises no event)
+                        await asyncio.sleep(0.001)
+        return written
 
-        async def slowly(folder: Path, **until: Any) -> Fingerprints:
-            nonlocal now
-            trainer._save = really  # type: ignore[method-assign]
-            written = await really(folder, **until)
-            for _ in range(40):
-                now += 0.75 * deadline
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(2):
-                        while session.run.progressed_at < now:  # noqa: ASYNC110  (it raises no event)
-                            await asyncio.sleep(0.001)
-            return written
-
-        trainer._save = slowly  # type: ignore[method-assign]
-        await asyncio.wait_for(session.train(), 30)
-        return session
-
-    assert asyncio.run(main()).policy.version == STEPS
+    trainer._save = slowly  # type: ignore[method-assign]
+    await asyncio.wait_for(session.train(), 30)
+    assert session.policy.version == STEPS
     assert names(tmp_path / "checkpoints") == [f"step-{version}" for version in (2, 4, 6, 8)]

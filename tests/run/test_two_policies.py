@@ -6,18 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from stubbed import make_roles
 
 from headrace.bench.stubs import StubTrainer
 from headrace.config import make_recipe
 from headrace.engine import EngineState
-from headrace.envs import PromptEncoder, SingleTurn
-from headrace.launch.inputs import UserInputs, open_tasks
-from headrace.model import build_tokenizer
 from headrace.observe import Observer
 from headrace.partial import Interrupt
 from headrace.records import Call, FinishReason, Rollout, Sampling, WeightUpdate
-from headrace.run import Roles, Run, leg, make_canary, run_loops
-from headrace.score import RewardFunction, RewardScorer
+from headrace.run import Run, leg, run_loops
 from headrace.sync import Lineage
 from headrace.trainer import Published
 
@@ -116,9 +113,10 @@ def test_two_policies_train_over_one_engine_and_never_on_each_others_tokens():
             "sync": {"canary_limit": 1e9},
         }
     )
-    lineage, engine, encoder = Lineage.new(), Engine(), PromptEncoder(build_tokenizer())
+    lineage, engine = Lineage.new(), Engine()
     trainers = {"red": Trainer("red", lineage, is_inline=True), "blue": Trainer("blue", lineage, is_inline=False)}
     versions: dict[str, list[int]] = {"red": [], "blue": []}
+    prompts = [str(number) for number in range(7)]
 
     async def after_version(policy: PolicyState) -> None:
         versions[policy.name].append(policy.version)
@@ -126,17 +124,7 @@ def test_two_policies_train_over_one_engine_and_never_on_each_others_tokens():
     async def main() -> Run:
         run = Run(
             recipe,
-            Roles(
-                engine=engine,  # type: ignore[arg-type]
-                trainers=trainers,
-                scorer=RewardScorer([(RewardFunction(length), 1.0)], decode=encoder.decode, settings=recipe.reward),
-                environment=SingleTurn(),
-                encoder=encoder,
-                tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": str(number)} for number in range(7)])),
-                canary=make_canary(encoder.encode("canary")),
-                stop_ids=(1,),
-                services=(),
-            ),
+            make_roles(recipe, engine, trainers["red"], trainers=trainers, reward=length, prompts=prompts),
             lineage=lineage,
             observer=Observer(),
             on_trained=lambda *_: None,

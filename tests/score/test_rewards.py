@@ -315,19 +315,16 @@ def test_a_batch_function_is_not_asked_for_ever() -> None:
     assert sum(1 for count in calls if count == 3) in (1, 2)
 
 
-def test_cancelling_is_not_a_failure() -> None:
+async def test_cancelling_is_not_a_failure() -> None:
     async def endless(completion) -> float:
         await asyncio.sleep(60)
         return 1.0
 
-    async def main() -> None:
-        task = asyncio.create_task(RewardFunction(endless).score([make_sample()], attempts=5))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
+    task = asyncio.create_task(RewardFunction(endless).score([make_sample()], attempts=5))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_a_reward_that_ignores_its_timeout_holds_up_nothing(monkeypatch, caplog) -> None:

@@ -186,7 +186,7 @@ def test_a_batch_that_always_hangs_takes_little_more_than_twice_its_time(stuck) 
     assert workers.num_stuck <= 6
 
 
-def test_a_late_answer_is_thrown_away_and_its_thread_ends() -> None:
+async def test_a_late_answer_is_thrown_away_and_its_thread_ends() -> None:
     go_on, threads = threading.Event(), []
 
     def slow(completion, n) -> float:
@@ -195,17 +195,14 @@ def test_a_late_answer_is_thrown_away_and_its_thread_ends() -> None:
             go_on.wait(60)
         return n + 1.0
 
-    async def main() -> None:
-        function = RewardFunction(slow)
-        results = await function.score(numbered(2), attempts=1, workers=workers)
-        go_on.set()
-        await asyncio.to_thread(threads[0].join, 10)
-        assert isinstance(results[0], Failure) and results[1] == 2.0
-        assert workers.num_stuck == 0 and not threads[0].is_alive()
-        assert await function.score(numbered(2)[1:], attempts=1, workers=workers) == [2.0]
-
     workers = RewardWorkers(timeout=TIMEOUT)
-    asyncio.run(main())
+    function = RewardFunction(slow)
+    results = await function.score(numbered(2), attempts=1, workers=workers)
+    go_on.set()
+    await asyncio.to_thread(threads[0].join, 10)
+    assert isinstance(results[0], Failure) and results[1] == 2.0
+    assert workers.num_stuck == 0 and not threads[0].is_alive()
+    assert await function.score(numbered(2)[1:], attempts=1, workers=workers) == [2.0]
 
 
 def test_each_attempt_has_the_whole_time() -> None:

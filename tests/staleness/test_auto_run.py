@@ -4,48 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-import selectors
 from statistics import fmean
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from stubbed import make_roles
 
 from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_run
+from headrace.bench.virtual_time import run_virtually
 from headrace.config import make_recipe
-from headrace.envs import PromptEncoder, SingleTurn
-from headrace.launch.inputs import UserInputs, open_tasks
-from headrace.model import build_tokenizer
 from headrace.observe import Observer
-from headrace.run import POLICY, Roles, Run, make_canary
-from headrace.score import RewardFunction, RewardScorer
+from headrace.run import POLICY, Run
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
     from headrace.records import Batch, Rollout, Sampling
     from headrace.run import PolicyState
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Where another loop would sleep, its clock is set forward instead."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        super().__init__(_Selector(self))
-
-    def time(self) -> float:
-        return self.now
-
-
-class _Selector(selectors.SelectSelector):
-    def __init__(self, loop: VirtualLoop) -> None:
-        super().__init__()
-        self._virtual = loop
-
-    def select(self, timeout: float | None = None) -> Any:
-        assert timeout is not None, "nothing can happen any more"
-        self._virtual.now += timeout
-        return []
 
 
 class TimedEngine(InstantEngine):
@@ -90,48 +64,34 @@ class TimedTrainer(StubTrainer):
         return asyncio.ensure_future(published(self._last)) if self._last else super().publish(version, **arguments)
 
 
-def run_virtually(monkeypatch, *, engine: TimedEngine, train: float, versions: int, at: Any = None, **settings: Any) -> tuple:
-    """(the run, its trainer, the gate's depth after each version); `at(version, trainer)` may change how long things take."""
-    loop = VirtualLoop()
-    clock = SimpleNamespace(perf_counter=loop.time, monotonic=loop.time)
-    for module in ("pace", "loops", "in_flight", "state"):
-        monkeypatch.setattr(f"headrace.run.{module}.time", clock)
+def simulate(*, engine: TimedEngine, train: float, versions: int, at: Any = None, **settings: Any) -> tuple:
+    """(the run, its trainer, the gate's depth after each version); `at(version)` may change how long things take."""
     recipe = make_recipe(
         {
             **{"steps": 10_000, "deadline": 1e6, "sampling": {"max_tokens": 4}, "engine": {"slots": 128}},
             **{"train": {"batch": 16, "group_size": 2}, "sync": {"canary_limit": 1e9}, **settings},
         }
     )
-    lineage, encoder, depths = Lineage.new(), PromptEncoder(build_tokenizer()), []
-    trainer = TimedTrainer(lineage, train)
-    roles = Roles(
-        engine=engine,
-        trainers={POLICY: trainer},
-        scorer=RewardScorer([(RewardFunction(constant), 1.0)], decode=encoder.decode, settings=recipe.reward),
-        environment=SingleTurn(),
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=[{"prompt": str(number)} for number in range(7)])),
-        canary=make_canary(encoder.encode("canary")),
-        stop_ids=(1,),
-        services=(),
-    )
+    prompts = [str(number) for number in range(7)]
+    depths: list[float] = []
 
     async def after_version(policy: PolicyState) -> None:
         depths.append(policy.gate.depth)
         if at is not None:
-            at(policy.version, trainer)
+            at(policy.version)
 
     async def nothing() -> None:
         """Nothing to look at."""
 
-    run = make_run(Run, recipe, roles, lineage, Observer(), versions=versions, after_version=after_version)
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_until_complete(drive(run, on_end=nothing))
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
-    return run, trainer, depths
+    async def main() -> tuple:
+        lineage = Lineage.new()
+        trainer = TimedTrainer(lineage, train)
+        roles = make_roles(recipe, engine, trainer, reward=constant, prompts=prompts)
+        run = make_run(Run, recipe, roles, lineage, Observer(), versions=versions, after_version=after_version)
+        await drive(run, on_end=nothing)
+        return run, trainer, depths
+
+    return run_virtually(main())
 
 
 def constant(completion: str, **_: object) -> float:
@@ -139,9 +99,9 @@ def constant(completion: str, **_: object) -> float:
 
 
 @pytest.mark.parametrize(("generate", "sigma", "least"), [(0.3, 0.0, 1.0), (2.5, 0.0, 3.0), (1.0, 1.0, 1.5)])
-def test_the_real_loops_keep_the_trainer_busy(monkeypatch, generate: float, sigma: float, least: float) -> None:
+def test_the_real_loops_keep_the_trainer_busy(generate: float, sigma: float, least: float) -> None:
     engine = TimedEngine(generate, sigma=sigma)
-    run, trainer, depths = run_virtually(monkeypatch, engine=engine, train=1.0, versions=80)
+    run, trainer, depths = simulate(engine=engine, train=1.0, versions=80)
     policy = run.policies[POLICY]
     assert fmean(trainer.idle[-30:]) < 0.03, "seconds a version, of one that takes 1 s"
     assert least <= depths[-1] == policy.gate.depth <= least + 1
@@ -150,25 +110,23 @@ def test_the_real_loops_keep_the_trainer_busy(monkeypatch, generate: float, sigm
     assert counts["rejected"] <= (0.03 if sigma else 0.0) * counts["trained"], "rejection is at the limit, far from the depth"
 
 
-def test_the_real_loops_follow_engines_that_become_slower(monkeypatch) -> None:
-    def at(version: int, trainer: TimedTrainer) -> None:
+def test_the_real_loops_follow_engines_that_become_slower() -> None:
+    def at(version: int) -> None:
         if version == 40:
             engine.seconds = 3.0
 
     engine = TimedEngine(0.5)
-    _, trainer, depths = run_virtually(monkeypatch, engine=engine, train=1.0, versions=110, at=at)
+    _, trainer, depths = simulate(engine=engine, train=1.0, versions=110, at=at)
     assert depths[39] == 1 and depths[-1] == 3
     assert fmean(trainer.idle[20:40]) < 0.03 and fmean(trainer.idle[-30:]) < 0.03
 
 
-def test_a_fixed_lag_is_left_alone(monkeypatch) -> None:
-    run, trainer, depths = run_virtually(
-        monkeypatch, engine=TimedEngine(3.0), train=1.0, versions=20, **{"staleness": {"max_lag": 1}}
-    )
+def test_a_fixed_lag_is_left_alone() -> None:
+    run, trainer, depths = simulate(engine=TimedEngine(3.0), train=1.0, versions=20, **{"staleness": {"max_lag": 1}})
     assert set(depths) == {1} and run.policies[POLICY].pace is None and fmean(trainer.idle[-10:]) > 0.5
 
 
-def test_slots_bound_unfinished_episodes_in_the_real_loops(monkeypatch) -> None:
+def test_slots_bound_unfinished_episodes_in_the_real_loops() -> None:
     most = 0
 
     class Counting(TimedEngine):
@@ -184,6 +142,6 @@ def test_slots_bound_unfinished_episodes_in_the_real_loops(monkeypatch) -> None:
                 self.running -= 1
 
     staleness = {"gate": "slots", "slots": 1.5, "max_lag": 4}
-    run, _, _ = run_virtually(monkeypatch, engine=Counting(1.0, sigma=1.0), train=1.0, versions=20, staleness=staleness)
+    run, _, _ = simulate(engine=Counting(1.0, sigma=1.0), train=1.0, versions=20, staleness=staleness)
     assert most == 24, "1.5 batches of 16 episodes"
     run.policies[POLICY].ledger.check()

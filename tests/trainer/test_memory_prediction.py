@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from headrace.bench.loads import QWEN3_0_6B, model_shape
 from headrace.engine import EngineSettings
 from headrace.engine.native.engine_memory import predict_engine_memory
 from headrace.launch.examples import _rollout
@@ -122,18 +123,7 @@ def test_a_row_names_a_width_that_every_shape_has() -> None:
     assert {row.of for row in rows} <= widths.keys() and all(isinstance(row, SavedTensor) for row in rows)
 
 
-MIDDLING = ModelShape.of(
-    Qwen3Config(
-        hidden_size=1024,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=3072,
-        vocab_size=151_936,
-        tie_word_embeddings=True,
-    )
-)
+MIDDLING = ModelShape.of(AutoConfig.for_model(**QWEN3_0_6B))
 
 
 def middling(dtype: str = "bfloat16", tokens: int = 16_384, **settings):
@@ -272,16 +262,7 @@ def test_the_peak_is_of_this_process_and_not_of_what_started_it() -> None:
     assert before + 190e6 < during < before + 300e6 and after > during - 10e6
 
 
-ADAPTED = Qwen3Config(
-    hidden_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    intermediate_size=768,
-    vocab_size=8192,
-    tie_word_embeddings=True,
-)
+ADAPTED = AutoConfig.for_model(**model_shape("qwen3", 8192, 256, 768, 4, 4, 2, 64, 32_768))
 
 
 @pytest.mark.parametrize(
