@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.engine import adapter_places, blocks_for, engine_kind, free_memory
-from headrace.launch.placement import choose_device, choose_transport, engines_here, place_of
+from headrace.launch.placement import choose_device, choose_transport, engines_here, lends, place_of
 from headrace.model import (
     ModelError,
     ModelShape,
@@ -80,14 +80,18 @@ class Forecast:
         if others < 1:
             return self.together
         engines = math.ceil(engines_here(self.recipe) / others) * (self.engine.total + self.server)
-        return max(self.trainer.total + self.published.exported, engines)
+        training, waiting = self.trainer.total, 0
+        if lends(self.recipe):  # to an engine that sleeps while the trainer trains
+            training += self.engine.asleep("weights")
+            waiting = self.trainer.resident + self.engine.total
+        return max(max(training, waiting) + self.published.exported, engines)
 
     @property
     def together(self) -> int:
         """Trainer and engines on one device: the larger of training (engines may sleep) and generating."""
         settings, beside = self.recipe.engine, self.server - (self.trainer.process if self.recipe.is_inline else 0)
         ranks = 1 if choose_device(self.recipe) == "cuda" else self.recipe.train.parallel.ranks  # of one device
-        num_engines = engines_here(self.recipe)
+        num_engines = engines_here(self.recipe) + lends(self.recipe)
         training = ranks * self.trainer.total + num_engines * (self.engine.asleep(settings.sleep) + beside)
         generating = ranks * self.trainer.resident + num_engines * (self.engine.total + beside)
         return self.published.exported + max(training, generating)
