@@ -1,4 +1,4 @@
-"""`engine.lend`: while the trainer waits for a batch, an engine on its device generates too, if measured rates say that it pays.
+"""`engine.lend`: while the trainer waits for a batch, an engine on its device generates, if measured rates say that it pays.
 
 A spare engine lives on the trainer's device and sleeps. When the trainer runs out of work, `LendingRule` predicts how long it
 will wait and what another engine would save of that; if it saves anything, the engine catches up with the weights and joins the
@@ -115,7 +115,8 @@ class Lending:
         self._since: float | None = None
         """When it was lent."""
         self._seconds, self._times = 0.0, 0
-        self._at_version = (time.perf_counter(), 0.0, lender.num_sampled())
+        self._at_start = lender.num_sampled()
+        self._at_version = (time.perf_counter(), 0.0, self._at_start)
 
     def trainer_is_idle(self) -> None:
         """The trainer has run out of work."""
@@ -159,8 +160,8 @@ class Lending:
         return {"lend/time": lent / max(seconds, 1e-9), "lend/tokens": own / max(every, 1)}
 
     def summary(self) -> dict[str, Any]:
-        """Since the process started."""
-        own, every = self._lender.num_sampled()
+        """Since the session started."""
+        own, every = (now - before for now, before in zip(self._lender.num_sampled(), self._at_start, strict=True))
         return {
             "times": self._times,
             "seconds": self._seconds,

@@ -283,7 +283,7 @@ class Run:
         return not is_in_turn and version < self.leg_end and not self.rests_at(version)
 
     def lend(self, policy: PolicyState) -> None:
-        """Lend the trainer's device if it has nothing to do and that pays; else that is considered again at each `note_load`."""
+        """If the trainer has nothing to do, its device may be lent: now, or at a later `note_load`, if that pays then."""
         if self.lending is not None and not policy.started:
             self.lending.trainer_is_idle()
             self.note_load()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import command_of, family
 from helpers import small_run
 
 from headrace.observe.inspect import read_rollouts
@@ -35,18 +35,6 @@ class Eager(lending.LendingRule):
         return has_ended
 
 
-def lent_process() -> int:
-    """The id of this process's child that is the lent engine."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words, parent = (folder / "cmdline").read_bytes().split(b"\0"), (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        if b"engine-lent" in words and int(parent[1]) == os.getpid():
-            return int(folder.name)
-    raise AssertionError("there is no lent engine")
-
-
 class KillOnce:
     """Kills the lent engine at one version."""
 
@@ -55,7 +43,8 @@ class KillOnce:
 
     def on_step(self, state: Any) -> None:
         if state.version == self._version:
-            os.kill(lent_process(), signal.SIGKILL)
+            pid = next(pid for pid in family(os.getpid()) if command_of(pid).endswith("headrace.launch.child engine-lent"))
+            os.kill(pid, signal.SIGKILL)
 
 
 def check_accounting(summary: dict[str, Any], *, trained: int) -> None:

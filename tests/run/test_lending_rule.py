@@ -64,7 +64,7 @@ class Spare:
     """A `Lender` that takes a turn of the event loop to join."""
 
     def __init__(self, *, can_lend: bool = True) -> None:
-        self.is_lent, self._can_lend = False, can_lend
+        self.is_lent, self._can_lend, self.tokens = False, can_lend, (30, 100)
 
     async def lend(self) -> bool:
         await asyncio.sleep(0)
@@ -75,7 +75,7 @@ class Spare:
         self.is_lent = False
 
     def num_sampled(self) -> tuple[int, int]:
-        return 3, 10
+        return self.tokens
 
 
 def test_a_batch_that_is_ready_while_the_engine_joins_takes_the_device_back():
@@ -90,7 +90,8 @@ def test_a_batch_that_is_ready_while_the_engine_joins_takes_the_device_back():
         assert not spare.is_lent and lending.summary()["times"] == 1
         await lending.lend()
         assert not spare.is_lent, "the trainer is at work"
-        assert lending.summary()["share"] == pytest.approx(0.3)
+        spare.tokens = (33, 110)
+        assert lending.summary()["share"] == pytest.approx(0.3) and lending.trained()["lend/tokens"] == pytest.approx(0.3)
 
     asyncio.run(check())
 
