@@ -80,10 +80,7 @@ class Forecast:
         if others < 1:
             return self.together
         engines = math.ceil(engines_here(self.recipe) / others) * (self.engine.total + self.server)
-        training, waiting = self.trainer.total, 0
-        if lends(self.recipe):  # to an engine that sleeps while the trainer trains
-            training += self.engine.asleep("weights")
-            waiting = self.trainer.resident + self.engine.total
+        training, waiting = self.trainer.total + self._spare(trains=True), self.trainer.resident + self._spare(trains=False)
         return max(max(training, waiting) + self.published.exported, engines)
 
     @property
@@ -91,10 +88,17 @@ class Forecast:
         """Trainer and engines on one device: the larger of training (engines may sleep) and generating."""
         settings, beside = self.recipe.engine, self.server - (self.trainer.process if self.recipe.is_inline else 0)
         ranks = 1 if choose_device(self.recipe) == "cuda" else self.recipe.train.parallel.ranks  # of one device
-        num_engines = engines_here(self.recipe) + lends(self.recipe)
+        num_engines = engines_here(self.recipe)
         training = ranks * self.trainer.total + num_engines * (self.engine.asleep(settings.sleep) + beside)
         generating = ranks * self.trainer.resident + num_engines * (self.engine.total + beside)
-        return self.published.exported + max(training, generating)
+        return self.published.exported + max(training + self._spare(trains=True), generating + self._spare(trains=False))
+
+    def _spare(self, *, trains: bool) -> int:
+        """Of the engine on the trainer's device (`engine.lend`), which sleeps while it trains; on a CPU its weights stay."""
+        if not lends(self.recipe):
+            return 0
+        asleep = "weights" if choose_device(self.recipe) == "cuda" else "cache"
+        return self.engine.asleep(asleep if trains else "never")
 
 
 def forecast_memory(
