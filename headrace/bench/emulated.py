@@ -94,6 +94,8 @@ async def _emulate(load: Load, recipe: Recipe) -> Measured:
         canary=make_canary(encoder.encode("canary")),
         stop_ids=(1,),
         services=(),
+        versions=lambda: {engine.name: engine.version for engine in cluster.engines},
+        lender=cluster if recipe.engine.lend else None,
     )
     session = Session(
         recipe=recipe,

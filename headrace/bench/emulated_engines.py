@@ -84,6 +84,12 @@ class _EmulatedEngine:
         self._steps += decoded / self.load.decode_seconds
         self._since = now
 
+    def join(self, other: _EmulatedEngine) -> None:
+        """Hold the weights that another holds."""
+        self.advance()
+        self.is_paused, self.version, self.lineage = False, other.version, other.lineage
+        self._changes.append((self._steps, self.version))
+
     def start(self, call: _Running) -> None:
         """Put a call in a free slot. What was sampled for it before is computed first."""
         self.advance()
@@ -211,6 +217,8 @@ class EmulatedCluster(InstantEngine):
         super().__init__()
         names = (f"engine-{number}" for number in range(self.load_.engines))
         self.engines = [_EmulatedEngine(self, name, self.seconds) for name in names]
+        self.lent = _EmulatedEngine(self, "engine-lent", SlotSeconds())
+        self._lent_tokens = 0
         self._waiting: deque[_Running] = deque()
         self._again: deque[_Running] = deque()
         self.num_updates = 0
@@ -244,6 +252,8 @@ class EmulatedCluster(InstantEngine):
 
     def end(self, call: _Running, rollout: Rollout) -> None:
         self._sampled += len(rollout) - len(call.rollout)
+        if rollout is not call.rollout and rollout.calls[-1].engine == self.lent.name:
+            self._lent_tokens += len(rollout) - len(call.rollout)
         if rollout is call.rollout:  # aborted before its first token
             self._again.append(call)
         elif not call.done.done():
@@ -264,6 +274,24 @@ class EmulatedCluster(InstantEngine):
         """Bring `seconds` up to now."""
         for engine in self.engines:
             engine.advance()
+
+    # Lending: the engine on the trainer's device gets the weights anew each time
+
+    async def lend(self) -> bool:
+        await asyncio.sleep(self.load_.transfer_seconds)
+        self.lent.join(self.engines[0])
+        self.engines.append(self.lent)
+        self.fill()
+        return True
+
+    async def recall(self) -> None:
+        if self.lent in self.engines:
+            self.engines.remove(self.lent)
+            await self.lent.pause(Interrupt.ABORT)
+            self.fill()
+
+    def num_sampled(self) -> tuple[int, int]:
+        return self._lent_tokens, self._sampled
 
     # Updates
 

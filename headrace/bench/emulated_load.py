@@ -78,6 +78,12 @@ class Load:
         """Tokens a second of the slower of two pools that never wait for each other."""
         return min(self.generation_rate, self.training_rate)
 
+    @property
+    def lending_bound(self) -> float:
+        """The same if the trainer's device is one more engine whenever it does not train, and changing costs nothing."""
+        engine = self.generation_rate / self.engines
+        return min(self.training_rate, (self.generation_rate + engine) / (1 + engine / self.training_rate))
+
     @functools.cached_property
     def lengths(self) -> Array:
         """[groups, group_size]: the tokens of every completion, the same for every contestant."""

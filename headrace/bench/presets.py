@@ -50,6 +50,11 @@ OTHERS = (
     dataclasses.replace(_BOUND, name="trainer 30 % faster", training=0.7),
 )
 """For the default alone: loads on which nothing of `max_lag = "auto"` was chosen."""
+LENDING = (
+    OTHERS[-1],
+    dataclasses.replace(_BOUND, name="one engine, trainer twice as fast", engines=1, groups_per_batch=8, training=0.5),
+)
+"""For the default with and without `engine.lend`."""
 OURS = "default"
 """The name of a recipe without a preset."""
 CONTESTANTS: dict[str, dict[str, Any]] = {OURS: {}, **{name: {"preset": name} for name in PRESETS}}
@@ -73,6 +78,8 @@ def run(*, only: str | None = None, seeds: int | None = None, quick: bool, json_
     parts: dict[str, Any] = {load.name: functools.partial(_emulated, load, chosen) for load in loads}
     others = [dataclasses.replace(load, **_QUICK_SIZES) for load in OTHERS[:1]] if quick else OTHERS
     parts["other loads"] = functools.partial(_others, others)
+    lending = [dataclasses.replace(load, **_QUICK_SIZES) for load in LENDING[:1]] if quick else LENDING
+    parts["lending"] = functools.partial(_lending, lending)
     few = {name: CONTESTANTS[name] for name in (OURS, _QUICK[0])}
     parts["real"] = functools.partial(
         _real, few if quick else chosen, seeds=range(seeds or 1), seconds=1.0 if quick else _SECONDS
@@ -120,6 +127,19 @@ def _others(loads: Sequence[Load]) -> Iterator[list[Row]]:
         found = dataclasses.asdict(emulate(load, CONTESTANTS[OURS]))
         chosen = {figure: FIGURES[figure] for figure in ("share", "trainer_idle", "engine_idle", "lag_mean")}
         yield [Row(f"{load.name}: {title}", found[figure], unit) for figure, (title, unit) in chosen.items()]
+
+
+def _lending(loads: Sequence[Load]) -> Iterator[list[Row]]:
+    for load in loads:
+        lent, alone = (dataclasses.asdict(emulate(load, {"engine.lend": lends})) for lends in (True, False))
+        bounds = {"share": load.lending_bound / load.bound}
+        yield [
+            Row(
+                f"{load.name}, lending: {title}", lent[figure], unit, bound=bounds.get(figure), peers={"without": alone[figure]}
+            )
+            for figure, (title, unit) in FIGURES.items()
+            if figure in ("share", "trainer_idle", "lag_mean")
+        ]
 
 
 # For real

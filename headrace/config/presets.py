@@ -78,9 +78,10 @@ PRESETS: dict[str, Preset] = {
             "staleness.correct": ("tis", "rollout correction: truncated importance weights per token"),
             "partial.interrupt": _ABORT,
             "sync.transport": _COLLECTIVE,
+            "engine.lend": (True, "an idle trainer's device generates"),
         },
         differs="verl's fully asynchronous recipe trains a mini-batch as soon as it has one; here a version's mini-batches are "
-        "taken together. verl may lend idle trainers to generation.",
+        "taken together. On GPUs engine.lend needs sync.transport = 'auto': NCCL does not broadcast within one GPU.",
     ),
     "art": Preset(
         orchestration="asyncio",

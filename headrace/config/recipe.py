@@ -153,7 +153,8 @@ class Recipe:
         if not self.is_inline:
             parallel = self.train.parallel
             layout = f" of {parallel.replicate} × {parallel.shard} ranks (train.parallel)" if parallel.is_on else ""
-            engines = f"{self.engine.num_engines} engine(s)"
+            spare = " and a spare one on the trainer's device (engine.lend)" if self.engine.lend else ""
+            engines = f"{self.engine.num_engines} engine(s){spare}"
             rows.append(f"processes  launcher, {engines}, trainer{layout} (orchestrate = '{self.orchestrate}')")
         return rows
 

@@ -11,6 +11,7 @@ another if that one is lost, has yet to catch up, or has no room while another h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import Counter, OrderedDict
@@ -52,6 +53,8 @@ class EnginePool:
         self._new: WaitingQueue = OrderedDict()
         self.turns: Counter[str] = Counter()
         """Calls that continued a rollout: `returned` to the engine that generated it last, or `moved` to another."""
+        self.num_sampled: Counter[str] = Counter()
+        """Tokens of the calls that each engine has ended, by its name."""
         self._keys = itertools.count()
         self._available = asyncio.Event()
         self._is_paused = False
@@ -73,6 +76,7 @@ class EnginePool:
                 await (engine.call("pause", interrupt=Interrupt.KEEP.value) if is_paused else engine.call("resume"))
             else:
                 break
+        engine.is_leaving = False  # it may have been recalled before
         self.engines.append(engine)
         self._by_name[engine.name] = engine
         if engine.credit > 0:
@@ -82,11 +86,8 @@ class EnginePool:
     def lose(self, engine: RemoteEngine) -> None:
         """An engine is lost. Calls with known tokens end, for the caller to resume; the others wait again."""
         engine.is_lost = True
-        if self._by_name.get(engine.name) is engine:
-            self.engines.remove(engine)
-            del self._by_name[engine.name]
-        self._with_room.pop(engine, None)
-        self._awaited.pop(engine, None)
+        engine.has_returned_all.set()
+        self._remove(engine)
         requests = [*engine.bound, *engine.requests.values()]
         engine.bound.clear()
         engine.requests.clear()
@@ -98,6 +99,13 @@ class EnginePool:
                 self._interrupted[request] = None
         self.send_soon()
 
+    def _remove(self, engine: RemoteEngine) -> None:
+        if self._by_name.get(engine.name) is engine:
+            self.engines.remove(engine)
+            del self._by_name[engine.name]
+        self._with_room.pop(engine, None)
+        self._awaited.pop(engine, None)
+
     async def drain(self, engine: RemoteEngine, *, seconds: float) -> None:
         """Remove an engine once its calls have ended, or after so many seconds: then they continue on the others."""
         engine.is_leaving = True
@@ -106,6 +114,34 @@ class EnginePool:
         while engine.requests and not engine.is_lost and time.monotonic() < until:  # noqa: ASYNC110  (calls end in many ways)
             await asyncio.sleep(_DRAIN_SECONDS)
         self.lose(engine)
+
+    def relieve(self, engine: RemoteEngine) -> None:
+        """Have the others give an engine that has joined as many calls as it has slots, of those they have not started."""
+        others = [each for each in self.engines if each is not engine and each.data is not None]
+        for other in others:
+            with contextlib.suppress(StreamClosed):  # it is lost, which its supervisor sees
+                other.give_back(-(-engine.num_free_slots // len(others)), to=engine)
+
+    def on_returned(self, engine: RemoteEngine, requests: list[PoolRequest]) -> None:
+        """An engine has given calls back: they go to the one that relieves it, or wait again."""
+        taker, queue = engine.relieved_by, self._interrupted
+        if taker is not None and taker.is_taking and self._by_name.get(taker.name) is taker:
+            self._awaited[taker] = None
+            queue = taker.bound
+        for request in requests:
+            request.engine = None
+            queue[request] = None
+        self.send_soon()
+
+    async def recall(self, engine: RemoteEngine) -> None:
+        """Remove an engine, which may join again later: its calls end where they are, and continue on the others."""
+        engine.is_leaving = True
+        self.send_soon()
+        try:
+            await engine.return_all()
+        except StreamClosed:
+            self.lose(engine)
+        self._remove(engine)
 
     def _on_available(self) -> None:
         """Called when an engine has joined or caught up."""

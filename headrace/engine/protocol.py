@@ -200,5 +200,8 @@ class ProcessEngine(SleepingEngine, RequestQueue, Protocol):
     def start(self) -> None:
         """Start decoding, or start to watch the server that does."""
 
+    async def take_back(self, count: int) -> list[Request]:
+        """Withdraw up to so many requests that have not started, those queued last, and return them."""
+
     def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
         """The tokens that these requests (default: all running) sampled since the last call. Called within `after_step`."""

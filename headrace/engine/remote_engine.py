@@ -117,6 +117,8 @@ class RemoteEngine:
         self.is_behind = False  # others hold newer weights: it finishes its calls, and gets no new ones until it catches up
         self.is_lost = False
         self.is_leaving = False  # it finishes its calls, and gets no others
+        self.relieved_by: RemoteEngine | None = None  # gets the calls that it returns
+        self.has_returned_all = asyncio.Event()  # since it was recalled, or it is lost
         self._pool, self._on_report = pool, on_report
         self._cancelled: list[int] = []
         self._released: list[str] = []
@@ -130,6 +132,8 @@ class RemoteEngine:
             "sampled": self._take_sampled,
             "refused": self._take_refused,
             "missing": self._take_missing,
+            "returned": self._take_returned,
+            "recalled": lambda _: self.has_returned_all.set(),
             "report": self._take_report,
         }
 
@@ -228,6 +232,19 @@ class RemoteEngine:
         self._tell_soon()
         self._released += rollout_ids
 
+    def give_back(self, count: int, *, to: RemoteEngine) -> None:
+        """Have it return up to so many calls that it has not started."""
+        assert self.data is not None
+        self.relieved_by = to
+        self.data.notify("give_back", count)
+
+    async def return_all(self) -> None:
+        """Have it return everything it was sent; what it has started ends where it is."""
+        assert self.data is not None
+        self.has_returned_all.clear()
+        self.data.notify("recall", None)  # on the data stream, behind the work that it may not have read yet
+        await self.has_returned_all.wait()
+
     def _tell_soon(self) -> None:
         if not self._cancelled and not self._released:
             asyncio.get_running_loop().call_soon(self._tell_ended)
@@ -259,6 +276,7 @@ class RemoteEngine:
                 rollout = request.rollout.joined(rollout)
             elif is_long:  # one that waits for others, or is interrupted again and again, must not keep them all in memory
                 rollout = rollout.detached()
+            self._pool.num_sampled[self.name] += len(rollout) - len(request.rollout)
             if request.on_tokens is not None:
                 told = len(request.rollout) + request.num_known
                 new = (rollout.token_ids[told:], rollout.logprobs[told:], rollout.versions[told:])
@@ -300,6 +318,10 @@ class RemoteEngine:
             self._send_since(self.data, requests, [0] * len(requests))
         except StreamClosed:
             self._pool.lose(self)
+
+    def _take_returned(self, keys: list[int]) -> None:
+        requests = [self.requests.pop(key, None) for key in keys]
+        self._pool.on_returned(self, [request for request in requests if request is not None])  # not cancelled meanwhile
 
     def _take_report(self, report: dict[str, Any]) -> None:
         if not self.is_lost:  # otherwise it is a last, late report, which has been counted already

@@ -86,6 +86,9 @@ class EngineSettings:
     sleep: Literal["never", "cache", "weights"] = field(default="never", metadata=OPERATIONAL)
     """In a synchronous run, what engines free while the trainer trains, so that both use one GPU in turns: `cache` the KV
     cache's memory, `weights` that of the weights too."""
+    lend: bool = field(default=False, metadata=ELASTIC)
+    """Keep a spare engine on the trainer's device. It sleeps while the trainer trains, and generates while the trainer waits for
+    a batch, if measured rates say that this pays."""
     vllm: VllmSettings = field(default_factory=VllmSettings)
 
     def __post_init__(self) -> None:

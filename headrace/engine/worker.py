@@ -24,7 +24,7 @@ from headrace.records import Rollout, SamplingMask, pack_rollouts, portions, unp
 from headrace.rpc import StreamClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from headrace.engine.protocol import ProcessEngine
     from headrace.observe import ProcessTimeline
@@ -50,6 +50,7 @@ class EngineWorker:
         self._held: OrderedDict[str, Rollout] = OrderedDict()  # those that ended here last, by id
         self._num_held = 0  # bytes
         self._news: deque[tuple[Request, SampledSince | Rollout | Exception]] = deque()  # to report; from the engine's thread
+        self._tasks: set[asyncio.Task[None]] = set()  # that give requests back
         self._told_at = self._reported_at = time.monotonic()
         engine.after_step = self._after_step
 
@@ -62,8 +63,15 @@ class EngineWorker:
         data.notify("pull", 2 * self._engine.num_slots)
 
     def notices(self) -> dict[str, Callable[[Any], None]]:
-        """Handlers of the data stream's messages: rollouts to generate, which to cancel, and which will not continue."""
-        return {"work": self._take_work, "cancel": self._take_cancel, "release": self._take_release}
+        """Handlers of the data stream's messages: rollouts to generate, which to cancel, which will not continue, and how many
+        to give back."""
+        return {
+            "work": self._take_work,
+            "cancel": self._take_cancel,
+            "release": self._take_release,
+            "give_back": lambda count: self._spawn(self._give_back(count)),
+            "recall": lambda _: self._spawn(self._recall()),
+        }
 
     def _take_work(self, value: Any) -> None:  # noqa: ANN401
         rollouts, samplings = unpack_rollouts(value["rollouts"]), unpack_samplings(value["samplings"])
@@ -107,6 +115,35 @@ class EngineWorker:
         for rollout in (self._held.pop(each, None) for each in ids):
             self._num_held -= 0 if rollout is None else rollout.num_bytes
         self._engine.release(ids)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, StreamClosed | EngineDied) and not self.failed.done():
+                self.failed.set_exception(error)
+
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(on_end)
+
+    async def _give_back(self, count: int) -> None:
+        """Return up to so many rollouts that have not started, for another engine."""
+        requests = [request for request in await self._engine.take_back(count) if request.key in self._requests]
+        for request in requests:
+            self._forget(request)
+        if self._data is not None and requests:
+            self._data.notify("returned", [request.key for request in requests])
+            self._data.notify("pull", len(requests))
+
+    async def _recall(self) -> None:
+        """Return everything: what has started ends where it is, with `ABORT`."""
+        await self._engine.pause(Interrupt.ABORT)
+        self._flush()
+        await self._give_back(len(self._requests) or 1)
+        await self._engine.resume()
+        if self._data is not None:
+            self._data.notify("recalled", None)
 
     def _on_end(self, request: Request, result: Rollout | Exception) -> None:
         if isinstance(result, EngineDied):  # the pool continues the call elsewhere, from the tokens reported

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from headrace.launch.launcher import Launch, RunResult, launch
     from headrace.launch.local import LocalProcesses
     from headrace.launch.merging import merge
-    from headrace.launch.placement import pick_device, receiving_device, set_threads
+    from headrace.launch.placement import lends, pick_device, receiving_device, set_threads
     from headrace.launch.process import RoleProcess
     from headrace.launch.serving import serve
     from headrace.launch.settings import ClusterSettings, read_token

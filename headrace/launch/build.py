@@ -41,6 +41,7 @@ from headrace.launch.placement import (
     receiving_devices,
     shares_device,
     trainer_devices,
+    why_not_lent,
 )
 from headrace.lora import base_of, has_bitsandbytes, hold_in_four_bits, read_tensors
 from headrace.model import (
@@ -79,6 +80,8 @@ def preflight(recipe: Recipe, given: UserInputs) -> list[str]:
     """All checks that need neither a run folder nor a loaded model. Returns what to tell the user."""
     notes = check_inputs(recipe, given)
     check_settings(recipe, given)
+    if why := why_not_lent(recipe):
+        notes.append(f"not lent   engine.lend = true has no effect: {why}")
     path = recipe.model.path
     if path.startswith((".", "/", "~")) and not Path(path).exists():
         raise ModelError(f"model.path = {path!r}: the folder does not exist")

@@ -26,7 +26,7 @@ from headrace.config import make_recipe
 from headrace.engine import EnginePlace, EngineWorker, engine_kind
 from headrace.launch.build import build_trainer
 from headrace.launch.heartbeat import watch_launcher
-from headrace.launch.placement import Order
+from headrace.launch.placement import Order, lends
 from headrace.observe import ProcessTimeline
 from headrace.rpc import Peer, Stream, StreamClosed, connect, describe_error
 from headrace.sync import Lineage, WeightSync, make_transport
@@ -170,7 +170,7 @@ class RoleWorker:
             return await self._build_engine(settings, model, sync, most_blocks)
         trainer = await asyncio.to_thread(self._build_trainer, settings, model, meeting)
         self._worker = LocalTrainer(
-            trainer, sync=sync, timeline=self._timeline, in_threads=True, frees_memory=settings.engine.sleeps
+            trainer, sync=sync, timeline=self._timeline, in_threads=True, frees_memory=settings.engine.sleeps or lends(settings)
         )
         self._control.calls.update(self._worker.calls())
         return {}

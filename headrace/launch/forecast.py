@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.engine import adapter_places, blocks_for, engine_kind, free_memory
-from headrace.launch.placement import choose_device, choose_transport, engines_here, place_of, receiving_device
+from headrace.launch.placement import choose_device, choose_transport, engines_here, lends, place_of, receiving_device
 from headrace.model import (
     ModelError,
     ModelShape,
@@ -82,7 +82,8 @@ class Forecast:
         count, first = engines_here(self.recipe), place_of(self.recipe, "trainer")
         beside = sum(receiving_device(self.recipe, index) == first for index in range(count))
         engines = math.ceil(count / others) * (self.server + (0 if beside else self.engine.total))
-        return max(self.trainer.total + self.published.exported + beside * self.engine.total, engines)
+        training, waiting = self.trainer.total + self._spare(trains=True), self.trainer.resident + self._spare(trains=False)
+        return max(max(training, waiting) + self.published.exported + beside * self.engine.total, engines)
 
     @property
     def together(self) -> int:
@@ -92,7 +93,14 @@ class Forecast:
         num_engines = engines_here(self.recipe)
         training = ranks * self.trainer.total + num_engines * (self.engine.asleep(settings.sleep) + beside)
         generating = ranks * self.trainer.resident + num_engines * (self.engine.total + beside)
-        return self.published.exported + max(training, generating)
+        return self.published.exported + max(training + self._spare(trains=True), generating + self._spare(trains=False))
+
+    def _spare(self, *, trains: bool) -> int:
+        """Of the engine on the trainer's device (`engine.lend`), which sleeps while it trains; on a CPU its weights stay."""
+        if not lends(self.recipe):
+            return 0
+        asleep = "weights" if choose_device(self.recipe) == "cuda" else "cache"
+        return self.engine.asleep(asleep if trains else "never")
 
 
 def forecast_memory(

@@ -23,7 +23,8 @@ from headrace.errors import SyncError
 from headrace.launch.build import make_roles
 from headrace.launch.forecast import count_parameters
 from headrace.launch.heartbeat import SILENT_HEARTBEATS, send_heartbeats
-from headrace.launch.placement import Order, choose_transport, place_on_this_host
+from headrace.launch.lent_engine import LentEngine
+from headrace.launch.placement import LENT, Order, choose_transport, lends, place_on_this_host
 from headrace.launch.process import PING_GRACE_SECONDS, ChildProcess, RestartBudget, RoleFailed, RoleProcess
 from headrace.launch.trainer_source import TrainerSource
 from headrace.leftovers import Claim, sweep
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from headrace.run import Roles
     from headrace.sync import Lineage
 
+LENT_NAME = "engine-lent"
 _GOODBYE_SECONDS = 2.0
 """Processes that have not ended by themselves by then (most take hundredths of a second) are killed."""
 _PING_SECONDS = 1.0
@@ -90,6 +92,9 @@ class LocalProcesses:
         """Engines on this host."""
         self._restarts = {index: self._restart_budget() for index in range(self._num_local)}
         """By the engine's index."""
+        self._lent_restarts = self._restart_budget()
+        """Of the engine on the trainer's device."""
+        self._lender = LentEngine(self.pool, LENT_NAME) if trains and lends(recipe) else None
         self._given_up: list[str] = []
         """Engines whose restarts are spent."""
         self._engine_peak = 0
@@ -115,6 +120,8 @@ class LocalProcesses:
             sweep(place)
         try:
             self.engines = [self.start_process("engine", index) for index in range(self._num_local)]
+            if self._lender is not None:
+                self.engines.append(self.start_process("engine", LENT))
             if self._trains:
                 self.trainers = self._start_trainers()
         except BaseException:
@@ -137,7 +144,7 @@ class LocalProcesses:
     def start_process(self, role: str, index: int) -> RoleProcess:
         """Called at the start, and again to restart a lost process: a new incarnation."""
         is_one_of_several = role == "engine" or self._recipe.train.parallel.is_on
-        name = f"{role}-{index}" if is_one_of_several else role
+        name = LENT_NAME if index == LENT else f"{role}-{index}" if is_one_of_several else role
         self._incarnations[name] += 1
         placement = place_on_this_host(
             self._recipe, role, index, name=name, run_folder=self._folder, shared_folder=self._shared_folder
@@ -237,6 +244,7 @@ class LocalProcesses:
             turns=lambda: self.pool.turns,
             engine_peak=lambda: self._engine_peak,
             refresh=self._refresh,
+            lender=self._lender,
             losses=self._losses,
         )
         starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(self.start_engine(each)) for each in self.engines]
@@ -285,6 +293,8 @@ class LocalProcesses:
             if path.is_file():  # engines have folders there
                 path.unlink(missing_ok=True)
         self.pool.delivery.forget()
+        if self._lender is not None:
+            await self._lender.recall()
         if self._failure is None:  # otherwise the last engine is lost too, and `_watch` ends the next session
             self._has_failed.clear()
         self._serve(observer, lineage)
@@ -322,7 +332,7 @@ class LocalProcesses:
 
     async def _start_again(self, process: RoleProcess, error: RoleFailed) -> RoleProcess:
         """A new process in place of a lost engine, after a pause that grows; raises `error` once its budget is spent."""
-        budget = self._restarts[process.index]
+        budget = self._lent_restarts if process.index == LENT else self._restarts[process.index]
         seconds = budget.spend(error)
         self._say(f"{error}\n  it is started again ({budget.num_spent} of {budget.most}) in {seconds:.0f} s")
         await asyncio.sleep(seconds)
@@ -368,7 +378,10 @@ class LocalProcesses:
         engine.data = await process.open("data", data, deadline=self._recipe.deadline, notices=engine.notices())
         self._spawn(process.read(engine.data))
         self._relays[process.name] = relay
-        await self.pool.join(engine)
+        if process.index == LENT and self._lender is not None:
+            await self._lender.take(engine)
+        else:
+            await self.pool.join(engine)
         self._spawn(self._replace(process, engine))
 
     def _clock_ahead(self, process: RoleProcess) -> float:
@@ -379,7 +392,8 @@ class LocalProcesses:
 
     def _take_report(self, process: RoleProcess, report: dict[str, Any]) -> None:
         """Into the timeline of the current session."""
-        is_counted = process.role == "engine" or process.index == 0  # ranks do the same at the same time
+        is_engine = process.role == "engine" and process.index != LENT  # which waits whenever the trainer does not
+        is_counted = is_engine or process.index == 0  # ranks do the same at the same time
         self._timelines[process.role].take(process.name, report, is_counted=is_counted)
 
     async def _watch(self) -> None:
@@ -441,6 +455,9 @@ class LocalProcesses:
         except RoleFailed as spent:
             self._given_up.append(process.name)
             self._connected.pop(process.name, None)
+            if process.index == LENT:
+                self._say(f"{spent}\n  the run goes on, and nothing is lent")
+                return
             del self._restarts[process.index]
             left = len(self._restarts)
             if not left and not self._can_wait_for_engines:

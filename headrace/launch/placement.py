@@ -12,7 +12,7 @@ import torch
 
 from headrace.engine import engine_kind
 from headrace.settings import ConfigError
-from headrace.sync import TransportConfig, resolve_transport
+from headrace.sync import TransportConfig, resolve_transport, transport_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,14 +73,18 @@ class Order:
         return cls(**fields, placement=placement, transport=transport)
 
 
+LENT = -1
+"""The index of the spare engine on the trainer's device (`engine.lend`)."""
+
+
 def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Path, name: str, shared_folder: Path) -> Placement:
     device = place_of(recipe, role, index)
     return Placement(
         host=platform.node(),
         address=recipe.sync.host,
         device=device,
-        receives_on=device if role == "trainer" else receiving_device(recipe, index),
-        threads=threads_of(recipe, role),
+        receives_on=device if role == "trainer" or index == LENT else receiving_device(recipe, index),
+        threads=threads_of(recipe, "trainer" if index == LENT else role),
         run_folder=str(run_folder.absolute()),
         log=str((run_folder / "logs" / f"{name}.log").absolute()),
         shared_folder=str(shared_folder),
@@ -123,8 +127,8 @@ def place_of(recipe: Recipe, role: str, index: int = 0) -> str:
     count = torch.cuda.device_count() if device == "cuda" else 0
     if count < 2:
         return device
-    if role == "trainer":
-        return f"cuda:{index}"
+    if role == "trainer" or index == LENT:
+        return f"cuda:{max(index, 0)}"
     return f"cuda:{index % count}" if num_ranks >= count else f"cuda:{num_ranks + index % (count - num_ranks)}"
 
 
@@ -163,6 +167,26 @@ def shares_device(recipe: Recipe) -> bool:
         return len(os.sched_getaffinity(0)) < 2
     trainers, is_elsewhere = trainer_devices(recipe), bool(recipe.engine.vllm.urls)
     return not is_elsewhere and any(place_of(recipe, "engine", each) in trainers for each in range(engines_here(recipe)))
+
+
+def why_not_lent(recipe: Recipe) -> str:
+    """Why `engine.lend` has no effect; "" if it has, or is not set."""
+    if not recipe.engine.lend:
+        return ""
+    if recipe.is_inline:
+        return "orchestrate = 'inline' has one process"
+    if engine_kind(recipe.engine).has_server:
+        return f"engine.kind = '{recipe.engine.kind}' cannot give memory back to the trainer"
+    if shares_device(recipe):
+        return "engines compute on the trainer's device already"
+    if choose_device(recipe) == "cuda" and transport_class(choose_transport(recipe)).needs_gpu_per_end:
+        return f"sync.transport = '{recipe.sync.transport}' wants a GPU for each end, and it would share the trainer's"
+    return ""
+
+
+def lends(recipe: Recipe) -> bool:
+    """Whether a spare engine waits on the trainer's device."""
+    return recipe.engine.lend and not why_not_lent(recipe)
 
 
 def choose_transport(recipe: Recipe) -> str:

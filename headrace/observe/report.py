@@ -26,6 +26,7 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
         f"tokens     {tokens['trained']:,} trained of {tokens['sampled']:,} sampled, {tokens['wasted']:,} wasted; "
         f"lag {lag['mean']:.2f} on average, {lag['max']} at most",
         *_depth_lines(**summary["staleness"]),
+        *_lending_lines(summary["lending"]),
         _memory_line(summary["memory"]),
         "",
         *budget_table(summary["time_budget"]),
@@ -76,6 +77,14 @@ def _held_out_lines(
 def _depth_lines(max_lag: float | str, depth: float | None, why: str) -> list[str]:
     """What `staleness.max_lag = "auto"` chose, and why."""
     return [f"max_lag    {max_lag}: {depth:.2f} versions ahead at the end, because {why}"] if why else []
+
+
+def _lending_lines(lending: dict[str, Any] | None) -> list[str]:
+    """What `engine.lend` did."""
+    if lending is None:
+        return []
+    lent = f"the trainer's device {lending['times']} times, {lending['seconds']:.1f} s in all"
+    return [f"lent       {lent}, for {lending['tokens']:,} tokens ({lending['share']:.1%}); {lending['why']}"]
 
 
 def _memory_line(memory: dict[str, dict[str, int | None]]) -> str:

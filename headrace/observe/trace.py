@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _PENDING_BYTES = 64 << 10
 _FIRST_TRACKS = {"trainer": 1, "scorer": 3, "engine": 5}
+_LENT = 1 << 20  # the engine on the trainer's device, behind any number of others
 _LANES = {"": 0, ": weights": 1, ": checkpoints": 3}
 """Perfetto drops a slice that overlaps another of its track without lying inside it. Only the trainer has checkpoints."""
 _LEAST_SECONDS, _LEAST_SHARE = 50e-6, 0.02
@@ -67,7 +68,8 @@ class Trace:
         name = track + lane
         if name not in self._tracks:
             role, _, index = track.partition("-")
-            self._tracks[name] = _FIRST_TRACKS[role] + 2 * int(index or 0) + _LANES[lane]
+            number = _LENT if index == "lent" else int(index or 0)
+            self._tracks[name] = _FIRST_TRACKS[role] + 2 * number + _LANES[lane]
             self._introduce(name)
         return self._tracks[name]
 

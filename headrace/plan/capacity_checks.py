@@ -11,7 +11,7 @@ import torch
 
 from headrace.buffer import buffer_policy
 from headrace.config import make_recipe
-from headrace.launch import forecast_memory
+from headrace.launch import forecast_memory, lends
 from headrace.lora import base_of
 from headrace.partial import pauses_unfinished
 from headrace.plan.doctor import Finding, check, size
@@ -101,6 +101,7 @@ def _described(expected: Forecast) -> str:
     return (
         f"at its peak {who} takes {size(trainer.total)} (weights {size(trainer.weights)}, optimizer {size(optimizer)}, "
         f"activations of {trainer.tokens} tokens {size(trainer.activations)}), {held}{behind}"
+        f"{', and the spare one on its device as much while it is lent (engine.lend)' if lends(expected.recipe) else ''}"
     )
 
 
@@ -121,6 +122,8 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
     if not recipe.engine.sleeps and buffer_policy(recipe).takes_turns and not pauses_unfinished(recipe):
         yield {"engine.sleep": "cache"}
         yield {"engine.sleep": "weights"}
+    if lends(recipe):
+        yield {"engine.lend": False}
     tokens = recipe.train.micro_batch_tokens // 2
     while tokens >= _FEWEST_TOKENS:
         yield {"train.micro_batch_tokens": tokens}

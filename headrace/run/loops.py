@@ -105,6 +105,7 @@ async def train(run: Run, policy: PolicyState) -> None:
     """
     ahead: asyncio.Task[StartedBatch | None] | None = None
     try:
+        run.lend(policy)
         started = await _start_batch(run, policy, policy.version, policy.recipe)
         while started is not None:
             following = started.version + 1
@@ -115,6 +116,7 @@ async def train(run: Run, policy: PolicyState) -> None:
             await policy.skipped.check(started)
             await publish(run, policy, started.publishing)
             await run.resume_engines(policy)
+            run.lend(policy)
             run.room.set()
             await run.after_version(policy)
             started = await (ahead or _start_batch(run, policy, policy.version, policy.recipe))

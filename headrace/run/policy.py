@@ -175,6 +175,11 @@ class PolicyState:
         counts = {"submitted": self.submitted_groups, "dropped": self.dropped_groups}
         return self.gate.is_open(version=self.held_version, unfinished=self.in_flight.num_unfinished, **counts)
 
+    @property
+    def num_missing(self) -> int:
+        """Groups that the next batch lacks."""
+        return max(0, self.recipe.train.groups_per_batch - self.buffer.num_available // self._units)
+
     def next_task(self) -> Task:
         """For the next group: one that was rejected, or another."""
         return self.retries.next_task(self.submitted_groups) or self._tasks.next()

@@ -131,6 +131,8 @@ class Session:
         before, self._counts = self._counts, policy.ledger.counts()
         started.settled = settled_shares(before, self._counts)
         started.settled |= policy.staleness_metrics()
+        if self.run.lending is not None:
+            started.settled |= self.run.lending.trained()
         if policy.pace is not None and (news := policy.pace.controller.news()):
             self.observer.screen.say(f"max_lag    {news}")
         self.progress.skipped_steps += sum(bool(step.get("skipped", 0.0)) for step in started.seen)

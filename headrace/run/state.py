@@ -14,6 +14,7 @@ from headrace.envs import CallLimit, EngineClient, can_resume
 from headrace.observe import Signal
 from headrace.partial import engines_take_turns
 from headrace.records import Sampling
+from headrace.run.lending import Lending
 from headrace.run.metrics import NotFiniteGradient
 from headrace.run.policy import PolicyState, max_generate_calls
 from headrace.settings import ConfigError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.records import Batch, Episode
     from headrace.run.batches import StartedBatch
     from headrace.run.in_flight import EpisodeInFlight
+    from headrace.run.lending import Lender
     from headrace.score import Scorer
     from headrace.sync import Lineage
     from headrace.tasks import SampledTasks, TaskStream
@@ -70,6 +72,8 @@ class Roles:
     """Makes every process report how it has spent its time so far."""
     shares_device: bool = False
     """Whether engines and trainers compute on one GPU, or one core."""
+    lender: Lender | None = None
+    """Of the spare engine on the trainer's device (`engine.lend`), if there is one."""
     losses: Callable[[], Mapping[str, Any]] = dict
     """Which processes were started again how often, and which were given up, for the summary."""
 
@@ -123,6 +127,7 @@ class Run:
             name: PolicyState(name, recipe, roles, lineage=lineage, observer=observer, room=self.room)
             for name in roles.trainers
         }
+        self.lending = None if roles.lender is None else Lending(recipe, roles.lender, on_change=self._count_engines)
         self.leg_end = recipe.steps
         """The version at which `train` returns."""
         self.is_stopping = False
@@ -259,10 +264,16 @@ class Run:
         self.note_progress()
 
     def note_load(self) -> None:
-        """For `max_lag = "auto"`: how busy the engines are from now on. Called when an episode ends and when `feed` waits."""
+        """For `max_lag = "auto"` and `engine.lend`: how busy the engines are from now on. Called when an episode ends and when
+        `feed` waits."""
         for policy in self.policies.values():
             if policy.pace is not None:
                 policy.pace.note_load(calls=self.generate_calls.num_calls, is_closed=not policy.has_room())
+            if self.lending is not None and self.lending.is_possible and not policy.started:
+                calls, num_engines = self.generate_calls.num_calls, self.roles.num_engines(self.recipe)
+                if self.lending.is_worth(missing=policy.num_missing, calls=calls, num_engines=num_engines):
+                    self.lending.is_possible = False
+                    self.spawn(self.lending.lend)
 
     # Called by train
 
@@ -270,6 +281,12 @@ class Run:
         """Whether `version` may start while the previous one still trains."""
         is_in_turn = policy.trainer.is_inline or engines_take_turns(self.recipe)
         return not is_in_turn and version < self.leg_end and not self.rests_at(version)
+
+    def lend(self, policy: PolicyState) -> None:
+        """If the trainer has nothing to do, its device may be lent: now, or at a later `note_load`, if that pays then."""
+        if self.lending is not None and not policy.started:
+            self.lending.trainer_is_idle()
+            self.note_load()
 
     def settle_trained(self, policy: PolicyState, started: StartedBatch) -> None:
         """The next version is trained."""
@@ -301,8 +318,10 @@ class Run:
             raise
 
     async def pause_engines(self) -> None:
-        """A batch is ready: in a synchronous run that samples more than a batch, pause the rest until the next version. With
-        `engine.sleep`, also lend the engines' memory to the trainer."""
+        """A batch is ready: recall the engine that is lent. In a synchronous run that samples more than a batch, pause the rest
+        until the next version. With `engine.sleep`, also give the engines' memory to the trainer."""
+        if self.lending is not None:
+            await self.lending.recall()
         if engines_take_turns(self.recipe):
             await self.roles.engine.pause(self.recipe.partial.pausing)
         if self.recipe.engine.sleeps:

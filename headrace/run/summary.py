@@ -55,6 +55,7 @@ def summarize(session: Session, status: str, *, seconds: dict[str, float]) -> di
             "depth": policy.gate.depth,
             "why": "" if policy.pace is None else policy.pace.controller.why,
         },
+        "lending": None if session.run.lending is None else session.run.lending.summary(),
         "skipped_steps": progress.skipped_steps,
         "accounting": policy.ledger.counts(),
         "groups_from_journal": policy.recovered.num_used,

@@ -43,6 +43,14 @@ def test_an_hour_takes_no_time_and_every_clock_agrees() -> None:
     assert 0 <= time.monotonic() - before < 60
 
 
+def test_an_idle_trainer_lends_its_device_and_a_busy_one_does_not() -> None:
+    load = dataclasses.replace(LOAD, engines=1, slots=4, training=0.4, transfer_seconds=0.5, versions=20)
+    lent, alone = (emulate(load, lagging(3, "abort", **{"engine.lend": lends})) for lends in (True, False))
+    assert alone.share < 1.02 and 1.1 < lent.share / alone.share < load.lending_bound / load.bound
+    busy = [emulate(LOAD, lagging(3, **{"engine.lend": lends})) for lends in (True, False)]
+    assert busy[0] == busy[1], "it never waits"
+
+
 def test_what_nothing_will_ever_wake_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="nothing can wake"):
         run_virtually(asyncio.Event().wait())

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from headrace.config import make_recipe
-from headrace.launch.placement import Order, Placement, check_ranks, place_on_this_host, shares_device, threads_of
+from headrace.launch.placement import (
+    LENT,
+    Order,
+    Placement,
+    check_ranks,
+    lends,
+    place_on_this_host,
+    shares_device,
+    threads_of,
+    why_not_lent,
+)
 from headrace.settings import ConfigError
 from headrace.sync import TransportConfig
 
@@ -80,3 +90,20 @@ def test_engines_that_ray_places_share_no_device_with_the_trainer(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert shares_device(make_recipe({})) and not shares_device(make_recipe(ON_RAY))
+
+
+def test_the_spare_engine_has_the_trainers_device_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    lent, threads = {"engine.lend": True}, {"train.threads": 5, "engine.threads": 2}
+    assert lends(make_recipe(lent)) and not lends(make_recipe({})) and not why_not_lent(make_recipe({}))
+    assert placement("engine", LENT, **lent, **threads).threads == 5
+    assert "one process" in why_not_lent(make_recipe({**lent, "orchestrate": "inline"}))
+    assert "'vllm'" in why_not_lent(make_recipe({**lent, "engine.kind": "vllm"}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    placed = placement("engine", LENT, **lent)
+    assert lends(make_recipe(lent)) and placed.device == placed.receives_on == "cuda:0"
+    assert "a GPU for each end" in why_not_lent(make_recipe({"preset": "verl"}))
+    assert lends(make_recipe({"preset": "verl", "sync.transport": "auto"}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "already" in why_not_lent(make_recipe(lent)), "one GPU"

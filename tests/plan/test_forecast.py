@@ -269,6 +269,22 @@ def test_a_rank_exports_its_share_of_the_weights(gpu, monkeypatch) -> None:
     assert two.fullest_device == two.trainer.total + two.published.exported > two.engine.total
 
 
+def test_an_engine_that_is_lent_is_counted_beside_the_trainer(gpu, monkeypatch) -> None:
+    gpu(192)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def of(blocks: int, **settings: object):
+        given = {"model.dtype": "bfloat16", "engine.lend": True, "engine.kv_blocks": blocks, **settings}
+        return forecast_memory(make_recipe(given), MIDDLING, context=256, longest_prompt=32)
+
+    small, large = of(64), of(40_000)
+    assert small.fullest_device == small.trainer.total + small.engine.asleep("weights") + small.published.exported
+    assert large.fullest_device == large.trainer.resident + large.engine.total + large.published.exported, "while it waits"
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    on_cpu, alone = (of(64, **{"device": "cpu", "engine.lend": lends}) for lends in (True, False))
+    assert on_cpu.together - alone.together == on_cpu.engine.total - on_cpu.engine.cache, "weights stay in the host's memory"
+
+
 def vllm_of(**settings):
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
     recipe = make_recipe({"model.dtype": "bfloat16", "engine.kind": "vllm", **dotted})

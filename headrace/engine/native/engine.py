@@ -182,6 +182,15 @@ class NativeEngine:
 
         self.post(act)
 
+    async def take_back(self, count: int) -> list[Request]:
+        def act() -> list[Request]:
+            requests = self.core.scheduler.waiting()[-count:]
+            for request in requests:
+                self.core.cancel(request)
+            return requests
+
+        return await self.between_steps(act)
+
     def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
         """What these requests (default: all running) have sampled since their last report; called in `after_step`."""
         return self.core.growth(requests)

@@ -364,6 +364,9 @@ class VllmEngine:
     async def wake(self) -> None:
         """It is always awake."""
 
+    async def take_back(self, count: int) -> list[Request]:
+        raise Unsupported("a vLLM server gives no requests back; engine.kind = 'native' does")
+
     def release(self, rollout_ids: Sequence[str]) -> None:
         """The server's prefix cache drops what is oldest."""
 
