@@ -29,7 +29,7 @@ from headrace.launch.settings import ClusterSettings, read_token
 from headrace.records import frames
 from headrace.rpc import Peer, RemoteError, connect
 from headrace.settings import ConfigError
-from headrace.sync import TransportConfig
+from headrace.sync import TransportConfig, make_transport
 from headrace.tls import make_certificate
 
 if TYPE_CHECKING:
@@ -202,6 +202,35 @@ def test_a_host_keeps_the_newest_models_and_those_in_use(tmp_path):
     for number in range(7, 12):
         fetch(number).lock.close()
     assert len(kept()) == 7, "what was used a moment ago stays: its user may be about to lock it"
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer", "near", "far"),
+    [
+        ({}, "shared_memory+http", "shared_memory", "http"),
+        ({"sync.transport": "http"}, "http", "http", "http"),
+    ],
+)
+def test_an_engine_receives_weights_by_where_it_is(tmp_path, settings, trainer, near, far):
+    async def main() -> None:
+        processes = ClusterProcesses(make_recipe({"device": "cpu", "cluster.listen": "127.0.0.1:0", **settings}), tmp_path)
+        processes._listener = processes._far_listener = None
+        offer = HostOffer(host="far", address="127.0.0.1", shared_folder="/dev/shm/of-far")
+        processes._host_of[1] = Host(1, None, asyncio.get_running_loop(), offer=offer)
+
+        def end_of(role: str, index: int) -> tuple[str, str]:
+            placed = SimpleNamespace(address="127.0.0.1", shared_folder="/dev/shm/of-far")
+            config = processes._ends_for(SimpleNamespace(role=role, index=index, placement=placed))[1]
+            end = make_transport(config, is_sender=role == "trainer", device="cpu")
+            end.close()
+            return end.name, config.folder
+
+        here = str(processes._shared_folder)
+        assert [end_of("trainer", 0), end_of("engine", 0)] == [(trainer, here), (near, here)]
+        assert end_of("trainer", 1) == (trainer, here), "a rank of that number is here all the same"
+        assert end_of("engine", 1) == (far, "/dev/shm/of-far")
+
+    asyncio.run(main())
 
 
 async def until(holds: Callable[[], object]) -> None:
