@@ -312,7 +312,7 @@ def test_every_section_is_documented() -> None:
         ({"exact": True, "device": "cuda"}, "device = 'cuda': exact = true is a promise about the CPU"),
         ({"exact": True, "model.dtype": "bfloat16"}, "model.dtype = 'bfloat16': exact = true needs float32"),
         ({"exact": True, "engine.block_size": 32}, "engine.block_size = 32: exact = true needs 16"),
-        ({"exact": True, "engine.lend": True}, "engine.lend = true: what is lent depends on timing, which exact = true does not"),
+        ({"exact": True, "engine.lend": True}, "engine.lend = true: what is lent depends on timing, which exact = true"),
         ({"engine.lend": True, "partial.interrupt": "drain"}, "engine.lend = true: rollouts of an engine that is recalled"),
         ({"exact": True}, "staleness.max_lag = 'auto': it follows measured times, which exact = true does not allow"),
         ({"staleness.max_lag": "aut"}, "staleness.max_lag = 'aut': must be a number | \"auto\""),

@@ -87,7 +87,7 @@ class EngineSettings:
     """In a synchronous run, what engines free while the trainer trains, so that both use one GPU in turns: `cache` the KV
     cache's memory, `weights` that of the weights too."""
     lend: bool = field(default=False, metadata=ELASTIC)
-    """Keep a spare engine on the trainer's device. It sleeps while the trainer trains, and generates while the trainer waits for
+    """Keep a spare engine on the trainer's device. It sleeps while the trainer trains, and generates while that waits for
     a batch, if measured rates say that this pays."""
     vllm: VllmSettings = field(default_factory=VllmSettings)
 
