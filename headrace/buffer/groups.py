@@ -44,8 +44,8 @@ class Versions(NamedTuple):
         first, versions = rollout.oldest_version, rollout.versions
         if first < 0:
             return None
-        newest = int(versions.max())
-        return cls(first, newest, int(versions[rollout.loss_mask].min(initial=newest)))
+        newest = int(np.maximum.reduce(versions))
+        return cls(first, newest, newest if first == newest else int(versions[rollout.loss_mask].min(initial=newest)))
 
     def joined(self, other: Versions | None) -> Versions:
         """Of both together."""
@@ -160,7 +160,7 @@ class SpilledGroup(Group):
 def num_sampled(episodes: Iterable[Episode]) -> int:
     """Without the tokens that a fork shares with its parent, which counts them."""
     rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
-    return sum(int(np.count_nonzero(each.is_sampled[each.parent[1] if each.parent else 0 :])) for each in rollouts)
+    return sum(int(np.count_nonzero(r.is_sampled[r.parent[1] :])) if r.parent else r.num_sampled for r in rollouts)
 
 
 class GroupBuffer:
