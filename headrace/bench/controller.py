@@ -23,16 +23,12 @@ from headrace.bench.controller_buffer import put_and_take
 from headrace.bench.controller_engines import LONG, QUICK_LONG, QUICK_SHORT, SHORT, crowd_rows
 from headrace.bench.controller_in_flight import hour, many_calls
 from headrace.bench.harness import Row, run_parts
-from headrace.bench.stubs import COMPLETION, PROMPT, StubStore, StubTrainer, WaveEngine, answer
+from headrace.bench.stubs import COMPLETION, PROMPT, StartObserver, StubTrainer, WaveEngine, answer, make_session
 from headrace.config import make_recipe
 from headrace.engine import EnginePool, RemoteEngine
-from headrace.envs import PromptEncoder, SingleTurn
-from headrace.launch import UserInputs, open_tasks
-from headrace.model import build_tokenizer
-from headrace.observe import Observer
 from headrace.records import Rollout, Sampling, decode, encode, pack_rollouts, unpack_rollouts, unpack_samplings
 from headrace.rpc import Listener, Peer, StreamClosed, connect
-from headrace.run import POLICY, Roles, Session, fewer_gc_pauses, make_canary
+from headrace.run import fewer_gc_pauses
 from headrace.score import RewardFunction, RewardScorer
 from headrace.sync import Lineage
 
@@ -124,45 +120,22 @@ def measure(*, in_flight: int, versions: int, batch: int = 256) -> tuple[float, 
     total = versions * batch
     lineage = Lineage.new()
     engine, trainer = WaveEngine(in_flight=in_flight, total=total, wave=batch), StubTrainer(lineage)
-    observer = _StartObserver()
-    encoder = PromptEncoder(build_tokenizer())
-    rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}], "answer": str(number)} for number in range(total // 8)]
-    roles = Roles(
+    observer = StartObserver()
+    session = make_session(
+        recipe,
+        lineage,
+        observer,
         engine=engine,
-        trainers={POLICY: trainer},
-        scorer=RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
-        environment=SingleTurn(),
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
-        canary=make_canary(encoder.encode("canary")),
-        stop_ids=(1,),
+        trainer=trainer,
+        scorer=lambda encoder: RewardScorer([(RewardFunction(trivial), 1.0)], decode=encoder.decode, settings=recipe.reward),
+        num_tasks=total // 8,
         services=(engine.serve,),
-    )
-    session = Session(
-        recipe=recipe,
-        roles=roles,
-        lineage=lineage,
-        observer=observer,
-        store=StubStore(),  # type: ignore[arg-type]
-        held_out={},
-        command_started=time.perf_counter(),
-        identity="bench",
     )
     asyncio.run(session.train())
     spent = time.thread_time() - observer.started
     assert trainer.num_rollouts == total == session.policy.ledger.counts()["trained"]
     assert engine.most_in_flight >= in_flight, f"only {engine.most_in_flight} were in flight"
     return 1e6 * spent / total, 1e6 * engine.seconds / total
-
-
-class _StartObserver(Observer):
-    """Records the thread's CPU time when the loops start."""
-
-    started = 0.0
-
-    def start(self) -> None:
-        super().start()
-        self.started = time.thread_time()
 
 
 def trivial(completion: str, **_: object) -> float:

@@ -8,21 +8,16 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.bench.child import Child
 from headrace.bench.emulated import EmulatedScorer
 from headrace.bench.harness import Row
 from headrace.bench.many_engines import TOKEN
-from headrace.bench.stubs import StubStore, StubTrainer
+from headrace.bench.stubs import StartObserver, StubTrainer, make_session
 from headrace.config import make_recipe
 from headrace.engine import EnginePool, RemoteEngine
-from headrace.envs import PromptEncoder, SingleTurn
-from headrace.launch import UserInputs, open_tasks
-from headrace.model import build_tokenizer
-from headrace.observe import Observer
 from headrace.rpc import Listener, Peer, StreamClosed
-from headrace.run import POLICY, Roles, Session, make_canary
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
@@ -165,30 +160,10 @@ async def _train(crowd: Crowd, pool: EnginePool) -> dict[str, float]:
             "sync": {"canary_limit": 1e9},  # a stub has no logprobs
         }
     )
-    lineage, encoder, observer = Lineage.new(), PromptEncoder(build_tokenizer()), _StartObserver()
+    lineage, observer = Lineage.new(), StartObserver()
     trainer = _CountingTrainer(lineage)
-    rows = [{"prompt": [{"role": "user", "content": f"{number:08d}"}]} for number in range(crowd.rollouts // 8)]
-    roles = Roles(
-        engine=pool,
-        trainers={POLICY: trainer},
-        scorer=EmulatedScorer(0.0),
-        environment=SingleTurn(),
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
-        canary=make_canary(encoder.encode("canary")),
-        stop_ids=(1,),
-        services=(),
-    )
-    session = Session(
-        recipe=recipe,
-        roles=roles,
-        lineage=lineage,
-        observer=observer,
-        store=StubStore(),  # type: ignore[arg-type]
-        held_out={},
-        command_started=time.perf_counter(),
-        identity="bench",
-    )
+    roles: dict[str, Any] = {"engine": pool, "trainer": trainer, "scorer": EmulatedScorer(0.0)}
+    session = make_session(recipe, lineage, observer, **roles, num_tasks=crowd.rollouts // 8)
     await session.train()
     spent = time.thread_time() - observer.started
     assert trainer.num_rollouts == crowd.rollouts == session.policy.ledger.counts()["trained"]
@@ -199,13 +174,3 @@ async def _train(crowd: Crowd, pool: EnginePool) -> dict[str, float]:
         "memory": trainer.memory[-1] / 1e9,
         "growth": max(trainer.memory[len(trainer.memory) // 2 :]) / half,
     }
-
-
-class _StartObserver(Observer):
-    """Records the thread's CPU time when the loops start."""
-
-    started = 0.0
-
-    def start(self) -> None:
-        super().start()
-        self.started = time.thread_time()

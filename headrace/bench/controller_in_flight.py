@@ -20,7 +20,7 @@ import numpy as np
 from headrace.bench.child import Child
 from headrace.bench.loads import finished
 from headrace.bench.measure import held_bytes
-from headrace.engine import EnginePool, RemoteEngine
+from headrace.engine import EnginePool, RemoteEngine, pack_tokens
 from headrace.records import Rollout, Sampling, decode, encode, pack_rollouts, unpack_rollouts, unpack_samplings
 from headrace.run import fewer_gc_pauses
 
@@ -85,16 +85,11 @@ class ReportingEngine:
         counts = [min(rate, sampling.max_tokens - self._sampled[key]) for key, (_, sampling) in self._calls.items()]
         total = sum(counts)
         sampled = {
-            "keys": np.array(list(self._calls), dtype=np.int64),
-            "counts": np.array(counts, dtype=np.int64),
-            "token_ids": np.full(total, 7, np.int32),
-            "logprobs": np.full(total, -1, np.float32),
-            "versions": np.full(total, version, np.int32),
-            "started": np.zeros(len(counts)),
+            "calls": [[key, count, 0.0, "bench"] for key, count in zip(self._calls, counts, strict=True)],
+            "tokens": pack_tokens(np.full(total, 7), np.full(total, -1), np.full(total, version)),
             "masks": {},
             "entropies": None,
             "policy": "policy",
-            "lineages": ["bench"] * len(counts),
         }
         self._tell("sampled", sampled)
         for key, count in zip(self._calls, counts, strict=True):

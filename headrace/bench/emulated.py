@@ -14,15 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from headrace.bench.emulated_engines import EmulatedCluster
-from headrace.bench.stubs import StubStore, StubTrainer
+from headrace.bench.stubs import StubTrainer, make_session
 from headrace.bench.virtual_time import run_virtually
 from headrace.config import make_recipe
-from headrace.envs import PromptEncoder, SingleTurn
-from headrace.launch import UserInputs, open_tasks
-from headrace.model import build_tokenizer
 from headrace.observe import Observer
 from headrace.records import Scored
-from headrace.run import POLICY, Roles, Session, make_canary
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
@@ -80,33 +76,17 @@ def _recipe(load: Load, settings: dict[str, Any]) -> Recipe:
 
 
 async def _emulate(load: Load, recipe: Recipe) -> Measured:
-    lineage, observer, encoder = Lineage.new(), Observer(), PromptEncoder(build_tokenizer())
+    lineage, observer = Lineage.new(), Observer()
     cluster = EmulatedCluster(load, observer.timeline("engine"))
     trainer = EmulatedTrainer(lineage, cluster, observer.timeline("trainer"))
-    rows = [{"prompt": [{"role": "user", "content": f"{number:04d}"}], "answer": str(number)} for number in range(256)]
-    roles = Roles(
-        engine=cluster,
-        trainers={POLICY: trainer},
-        scorer=EmulatedScorer(load.score_seconds),
-        environment=SingleTurn(),
-        encoder=encoder,
-        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
-        canary=make_canary(encoder.encode("canary")),
-        stop_ids=(1,),
-        services=(),
-        versions=lambda: {engine.name: engine.version for engine in cluster.engines},
-        lender=cluster if recipe.engine.lend else None,
-    )
-    session = Session(
-        recipe=recipe,
-        roles=roles,
-        lineage=lineage,
-        observer=observer,
-        store=StubStore(),  # type: ignore[arg-type]
-        held_out={},
-        command_started=0.0,
-        identity="bench",
-    )
+    roles: dict[str, Any] = {
+        "engine": cluster,
+        "trainer": trainer,
+        "scorer": EmulatedScorer(load.score_seconds),
+        "versions": lambda: {engine.name: engine.version for engine in cluster.engines},
+        "lender": cluster if recipe.engine.lend else None,
+    }
+    session = make_session(recipe, lineage, observer, **roles, num_tasks=256)
     await session.train()
     return _measured(load, trainer.trained, wasted=session.policy.wasted_tokens)
 

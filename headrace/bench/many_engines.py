@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.bench.loads import finished
-from headrace.engine import EngineState
+from headrace.engine import EngineState, pack_tokens
 from headrace.records import Rollout, WeightUpdate, pack_rollouts, portions, unpack_rollouts
 from headrace.rpc import Peer, StreamClosed, connect
 
@@ -102,16 +102,11 @@ class _Engine:
             self._data.notify(
                 "sampled",
                 {
-                    "keys": keys[rows],
-                    "counts": np.full(len(rows), REPORT, np.int64),
-                    "token_ids": np.resize(self._crowd.tokens, count),
-                    "logprobs": np.zeros(count, np.float32),
-                    "versions": np.full(count, self.version, np.int32),
+                    "calls": [[key, REPORT, 0.0, self.lineage] for key in keys[rows].tolist()],
+                    "tokens": pack_tokens(np.resize(self._crowd.tokens, count), np.zeros(count), np.full(count, self.version)),
                     "entropies": None,
-                    "started": np.zeros(len(rows)),
                     "masks": {},
                     "policy": "policy",
-                    "lineages": [self.lineage] * len(rows),
                 },
             )
 

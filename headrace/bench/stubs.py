@@ -12,9 +12,13 @@ import numpy as np
 from headrace.algorithms import PROXIMAL
 from headrace.bench.loads import finished
 from headrace.engine import EngineState, InFlight
+from headrace.envs import PromptEncoder, SingleTurn
+from headrace.launch import UserInputs, open_tasks
+from headrace.model import build_tokenizer
+from headrace.observe import Observer
 from headrace.partial import Interrupt
 from headrace.records import Rollout, Sampling, WeightUpdate
-from headrace.run import POLICY, Roles, Run, fewer_gc_pauses, leg, run_loops
+from headrace.run import POLICY, Roles, Run, Session, fewer_gc_pauses, leg, make_canary, run_loops
 from headrace.trainer import Published
 
 if TYPE_CHECKING:
@@ -24,9 +28,9 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.durable import Fingerprints
     from headrace.engine import Engine, Increment
-    from headrace.observe import Observer
     from headrace.records import Array, Batch
     from headrace.run import PolicyState, StartedBatch
+    from headrace.score import Scorer
     from headrace.sync import Lineage
 
     AnyRun = TypeVar("AnyRun", bound=Run)
@@ -178,6 +182,46 @@ class StubTrainer:
 
 class StubStore:
     save = _nothing
+
+
+class StartObserver(Observer):
+    """Records the thread's CPU time when the loops start."""
+
+    started = 0.0
+
+    def start(self) -> None:
+        super().start()
+        self.started = time.thread_time()
+
+
+def make_session(
+    recipe: Recipe,
+    lineage: Lineage,
+    observer: Observer,
+    *,
+    engine: Engine,
+    trainer: StubTrainer,
+    scorer: Scorer | Callable[[PromptEncoder], Scorer],
+    num_tasks: int,
+    **more: object,
+) -> Session:
+    """A session of single-turn episodes over these roles, with `num_tasks` tasks of equal length and a store that keeps
+    nothing. `scorer` may be made from the encoder; `more` are other fields of `Roles`."""
+    encoder = PromptEncoder(build_tokenizer())
+    rows = [{"prompt": [{"role": "user", "content": f"{at:08d}"}], "answer": str(at)} for at in range(num_tasks)]
+    roles = Roles(
+        engine=engine,
+        trainers={POLICY: trainer},
+        scorer=scorer(encoder) if callable(scorer) else scorer,
+        environment=SingleTurn(),
+        encoder=encoder,
+        tasks=open_tasks(recipe, UserInputs(tasks=rows)),
+        canary=make_canary(encoder.encode("canary")),
+        stop_ids=(1,),
+        **{"services": (), **more},  # type: ignore[arg-type]
+    )
+    stubs: dict[str, Any] = {"store": StubStore(), "held_out": {}, "command_started": time.perf_counter(), "identity": "bench"}
+    return Session(recipe=recipe, roles=roles, lineage=lineage, observer=observer, **stubs)
 
 
 def make_run(

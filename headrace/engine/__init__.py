@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UnusablePrompt,
     )
     from headrace.engine.remote_engine import RemoteEngine
-    from headrace.engine.request import HeldAdapter, Request
+    from headrace.engine.request import HeldAdapter, Request, pack_tokens
     from headrace.engine.server.address import bind, url_of
     from headrace.engine.server.app import CompletionServer
     from headrace.engine.server.body import ApiError, Body, bad, check, check_token_ids, shown, unsupported

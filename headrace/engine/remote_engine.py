@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
-from headrace.engine.request import Request, SampledTokens, checksum
+from headrace.engine.request import TOKEN, Request, SampledTokens, checksum
 from headrace.errors import SyncError
 from headrace.records import (
     FinishReason,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 _MOST_BACKLOG = 8 << 20  # unread bytes at which an engine is sent no more
 _MOST_SHARED = 256  # tokens of the mean rollout up to which the rollouts of a message share its memory
-_KNOWN = np.dtype([("token_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32)])
-_NONE_KNOWN, _NO_ENTROPIES = np.zeros(0, _KNOWN), np.zeros(0, np.float32)
+_RAW = np.dtype((np.void, TOKEN.itemsize))  # of which numpy copies bytes, not field after field
+_NONE_KNOWN, _NO_ENTROPIES = np.zeros(0, _RAW), np.zeros(0, np.float32)
 _UNUSED: list[Any] = []  # for fields of engines alone: a list for each would triple what garbage collection looks at
 _REFUSED_UPDATES = {"SyncError", "WeightError"}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
@@ -53,8 +53,8 @@ class PoolRequest(Request):
     engine: RemoteEngine | None = None
     """Where it was sent; None while it waits."""
     known: Array | None = None
-    """[n] of `_KNOWN`, the tokens its engine has reported: copied out of the messages into one array that grows, at most 15
-    bytes a token. Never changed in place, so that other threads may read it."""
+    """[n] of `_RAW`, to be viewed as `TOKEN`: what its engine has reported, copied out of the messages into one array that
+    grows, at most 15 bytes a token. Never changed in place, so that other threads may read it."""
     mask: SamplingMask | None = None
     """Of the known tokens."""
     entropies: Array | None = None
@@ -68,11 +68,11 @@ class PoolRequest(Request):
         return 0 if self.known is None else len(self.known)
 
     def add(self, new: Array, mask: SamplingMask | None, entropies: Array | None) -> None:
-        """Its engine has reported more tokens."""
-        num_known = self.num_known
+        """Its engine has reported more tokens, of `_RAW`."""
         if self.oldest is None:
-            self.oldest = int(new["versions"][0])
-        self.mask = join_masks(self.mask, mask, num_old=num_known, num_new=len(new))
+            self.oldest = int(new.view(TOKEN)["versions"][0])
+        if mask is not None or self.mask is not None:
+            self.mask = join_masks(self.mask, mask, num_old=self.num_known, num_new=len(new))
         self.known = grown(_NONE_KNOWN if self.known is None else self.known, new)
         if entropies is not None:
             self.entropies = grown(_NO_ENTROPIES if self.entropies is None else self.entropies, entropies)
@@ -86,7 +86,8 @@ class PoolRequest(Request):
         if known is None:
             return self.rollout
         assert self.engine is not None and self.lineage is not None
-        tokens = SampledTokens(known["token_ids"], known["logprobs"], known["versions"], entropies=entropies)
+        each = known.view(TOKEN)
+        tokens = SampledTokens(each["token_ids"], each["logprobs"], each["versions"], entropies=entropies)
         engine, policy, lineage = self.engine.name, self.policy, self.lineage
         return self.extended(tokens, FinishReason.ABORT, engine=engine, policy=policy, lineage=lineage, mask=mask)
 
@@ -284,21 +285,22 @@ class RemoteEngine:
             request.on_done(rollout)
 
     def _take_sampled(self, value: Any) -> None:  # noqa: ANN401
-        tokens, stop = np.empty(len(value["token_ids"]), _KNOWN), 0
-        for name in _KNOWN.fields or ():
-            tokens[name] = value[name]
-        for place, (key, count) in enumerate(zip(value["keys"].tolist(), value["counts"].tolist(), strict=True)):
+        calls, tokens, stop = value["calls"], value["tokens"], 0
+        if tokens.dtype != np.int32 or tokens.shape != (sum(count for _, count, _, _ in calls), 3):
+            raise WireError(f"{self.name} reported {tokens.dtype} {tokens.shape}, not the tokens of {len(calls)} calls")
+        raw, entropies, masks = tokens.view(_RAW).reshape(-1), value["entropies"], value["masks"]
+        for place, (key, count, started, lineage) in enumerate(calls):
             start, stop = stop, stop + count
             request = self.requests.get(key)
             if request is None:
                 continue
             if request.known is None:
-                request.started, request.lineage = float(value["started"][place]), value["lineages"][place]
-            request.policy, new = value["policy"], tokens[start:stop]
-            entropies = None if value["entropies"] is None else value["entropies"][start:stop]
-            request.add(new, value["masks"].get(str(place)), entropies)
+                request.started, request.lineage = float(started), lineage
+            request.policy, new = value["policy"], raw[start:stop]
+            request.add(new, masks.get(str(place)) if masks else None, None if entropies is None else entropies[start:stop])
             if request.on_tokens is not None:
-                request.on_tokens(_increment(new["token_ids"], new["logprobs"], new["versions"]))
+                each = new.view(TOKEN)
+                request.on_tokens(_increment(each["token_ids"], each["logprobs"], each["versions"]))
 
     def _take_refused(self, value: Any) -> None:  # noqa: ANN401
         for key, kind, message in value:

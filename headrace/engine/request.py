@@ -9,6 +9,8 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
 from headrace.records import Call, FinishReason, Rollout, SamplingMask, join_masks
 
@@ -33,6 +35,16 @@ class SampledTokens(NamedTuple):
     masks: Sequence[Array] = ()
     entropies: Array | None = None
     """Of the distributions they were sampled from, if the engine records them."""
+
+
+TOKEN = np.dtype([("token_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32)])
+
+
+def pack_tokens(token_ids: Array, logprobs: Array, versions: Array) -> Array:
+    """[n, 3] int32: the form in which sampled tokens are reported. A row has the bytes of a `TOKEN`."""
+    rows = np.empty(len(token_ids), TOKEN)
+    rows["token_ids"], rows["logprobs"], rows["versions"] = token_ids, logprobs, versions
+    return rows.view(np.int32).reshape(-1, 3)
 
 
 class HeldAdapter(NamedTuple):

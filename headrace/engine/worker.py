@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.engine.protocol import EngineDied
-from headrace.engine.request import Request, SampledSince, checksum
+from headrace.engine.request import Request, SampledSince, checksum, pack_tokens
 from headrace.partial import Interrupt
 from headrace.records import Rollout, SamplingMask, pack_rollouts, portions, unpack_rollouts, unpack_samplings
 from headrace.rpc import StreamClosed
@@ -220,16 +220,11 @@ class EngineWorker:
         data.notify(
             "sampled",
             {
-                "keys": np.asarray([each.request.key for each in sampled], dtype=np.int64),
-                "counts": np.asarray([len(each.token_ids) for each in sampled], dtype=np.int64),
-                "token_ids": np.concatenate([each.token_ids for each in sampled]),
-                "logprobs": np.concatenate([each.logprobs for each in sampled]),
-                "versions": np.concatenate([each.versions for each in sampled]),
+                "calls": [[each.request.key, len(each.token_ids), each.request.started, each.lineage] for each in sampled],
+                "tokens": np.concatenate([pack_tokens(each.token_ids, each.logprobs, each.versions) for each in sampled]),
                 "entropies": np.concatenate(entropies) if has_entropies else None,
-                "started": np.asarray([each.request.started for each in sampled]),
                 "masks": masks,
                 "policy": self._engine.policy,
-                "lineages": [each.lineage for each in sampled],
             },
         )
 

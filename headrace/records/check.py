@@ -5,8 +5,6 @@ whose tokens are concatenated. Those of rollout i are then `offsets[i]` to `offs
 from __future__ import annotations
 
 import math
-from functools import reduce
-from operator import and_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +39,8 @@ SAMPLED, _LAST_SOURCE = int(Source.SAMPLED), int(max(Source))
 def check_tokens(tokens: Mapping[str, Array], *, ids: Sequence[str], offsets: Sequence[int] | Array) -> None:
     """Check the values of `TOKEN_ARRAYS`, whose dtypes and lengths are already right. Without `source` and `loss_mask`, all
     tokens were sampled."""
+    if _are_right(**tokens):
+        return
     logprobs, versions = tokens["logprobs"], tokens["versions"]
     is_logprob = (logprobs > -math.inf) & (logprobs <= 1e-4)  # False for NaN; rounding may lift one slightly above 0
     rules = {_TOKEN_IDS: tokens["token_ids"] >= 0, _VERSIONS: versions >= 0, _LOGPROBS: is_logprob}
@@ -50,9 +50,28 @@ def check_tokens(tokens: Mapping[str, Array], *, ids: Sequence[str], offsets: Se
         rules[_LOSS_MASK] = tokens["loss_mask"].view(np.uint8) <= is_sampled
         rules[_VERSIONS] = np.where(is_sampled, rules[_VERSIONS], versions == -1)
         rules[_LOGPROBS] = np.where(is_sampled, rules[_LOGPROBS], logprobs == 0)
-    if not reduce(and_, rules.values()).all():
-        for rule, holds in rules.items():
-            _require(holds, rule, ids=ids, offsets=offsets)
+    for rule, holds in rules.items():
+        _require(holds, rule, ids=ids, offsets=offsets)
+
+
+def _are_right(
+    token_ids: Array, logprobs: Array, versions: Array, source: Array | None = None, loss_mask: Array | None = None
+) -> bool:
+    """Whether all rules of `check_tokens` hold, in few passes: the least and greatest values decide most of them."""
+    least, greatest = np.minimum.reduce, np.maximum.reduce
+    is_logprob = least(logprobs, initial=0) > -math.inf and greatest(logprobs, initial=0) <= 1e-4  # False for NaN
+    if least(token_ids, initial=0) < 0 or not is_logprob:
+        return False
+    if source is None or loss_mask is None:
+        return bool(least(versions, initial=0) >= 0)
+    is_sampled, is_bool = source == SAMPLED, loss_mask.view(np.uint8)
+    return bool(
+        greatest(source.view(np.uint8), initial=0) <= _LAST_SOURCE
+        and least(versions, initial=0) >= -1
+        and ((versions >= 0) == is_sampled).all()
+        and not (is_bool > is_sampled).any()
+        and not ((logprobs != 0) > is_sampled).any()
+    )
 
 
 def check_calls(rows: Array, starts: Array, stops: Array, *, source: Array, ids: Sequence[str], offsets: Array) -> None:
@@ -64,11 +83,16 @@ def check_calls(rows: Array, starts: Array, stops: Array, *, source: Array, ids:
         at = int(is_wrong.argmax())
         span = f"call over tokens {starts[at]} to {stops[at]}"
         raise ValueError(f"rollout {ids[rows[at]]!r}: {span} overlaps another or runs past the end")
+    is_sampled, first = source == SAMPLED, offsets[rows]
+    spans = zip((starts + first).tolist(), (stops + first).tolist(), strict=True)
+    num_covered = sum(np.count_nonzero(is_sampled[start:stop]) for start, stop in spans)
+    if num_covered == int((stops - starts).sum()) == np.count_nonzero(is_sampled):
+        return
     edges = np.zeros(2 * len(rows) + 2, dtype=np.int64)  # tokens outside and inside calls take turns between them
-    edges[1:-1:2], edges[2:-1:2], edges[-1] = starts + offsets[rows], stops + offsets[rows], len(source)
+    edges[1:-1:2], edges[2:-1:2], edges[-1] = starts + first, stops + first, len(source)
     is_call = np.zeros(len(edges) - 1, dtype=bool)
     is_call[1::2] = True
-    holds = is_call.repeat(edges[1:] - edges[:-1]) == (source == SAMPLED)
+    holds = is_call.repeat(edges[1:] - edges[:-1]) == is_sampled
     _require(holds, "calls do not cover exactly the sampled tokens", ids=ids, offsets=offsets)
 
 

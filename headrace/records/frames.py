@@ -15,7 +15,6 @@ malformed bytes raise `WireError` and never another error.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import struct
@@ -74,13 +73,19 @@ class Frame(NamedTuple):
     pieces: Iterator[bytes]
 
 
-@contextlib.contextmanager
-def wire_errors(what: str) -> Iterator[None]:
-    """Turn any error that malformed data causes into a `WireError`."""
-    try:
-        yield
-    except _MALFORMED as error:
-        raise WireError(f"{what}: {error}") from error
+class wire_errors:
+    """Turn any error that malformed data causes into a `WireError`. A class, because several are entered for every message."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, _MALFORMED):
+            raise WireError(f"{self._what}: {error}") from error
 
 
 def encode(value: object) -> bytes:
@@ -242,10 +247,11 @@ def _revive_array(claim: Any, body: memoryview) -> Array:  # noqa: ANN401
     dtype, shape, offset, length = claim
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise WireError(f"arrays of {dtype!r} are not accepted")
-    if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and n >= 0 for n in [*shape, offset, length]):
+    numbers: list[Any] = [*shape, offset, length] if isinstance(shape, list) and len(shape) <= 8 else [None]
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise WireError("an array's shape, offset and length must be whole numbers")
     count, kind = math.prod(shape), _DTYPES[dtype]
     if count * kind.itemsize != length or offset + length > len(body):
         raise WireError(f"an array of shape {shape} and {length} bytes at {offset} does not fit a body of {len(body)}")
-    array = np.frombuffer(body[offset : offset + length], dtype=kind)
+    array = np.frombuffer(body, dtype=kind, count=count, offset=offset)
     return array if len(shape) == 1 else array.reshape(shape)

@@ -268,7 +268,7 @@ class Rollout:
     @property
     def oldest_version(self) -> int:
         """The oldest policy version among its tokens; -1 if none were sampled."""
-        oldest = self.versions.view(np.uint32).min(initial=_NO_VERSION)  # as uint32, -1 is the largest
+        oldest = np.minimum.reduce(self.versions.view(np.uint32), initial=_NO_VERSION)  # as uint32, -1 is the largest
         return -1 if oldest == _NO_VERSION else int(oldest)
 
     @property

@@ -133,7 +133,10 @@ class InFlightTable:
             return []
         if self._units == 1 or not group.episodes:
             del self.groups[group.name]
-        return [record] if self._units > 1 else group.episodes
+        if self._units > 1:
+            return [record]
+        left, group.episodes = group.episodes, []  # else group and records would wait for garbage collection, with all tokens
+        return left
 
     def cancel(self, name: str) -> GroupInFlight:
         """Remove a group and cancel its tasks, which cancels their generate calls."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from headrace.engine import EnginePool, RemoteEngine
+from headrace.engine import EnginePool, RemoteEngine, pack_tokens
 from headrace.records import FinishReason, Rollout, Sampling, SamplingMask, decode, encode, pack_rollouts
 
 NAMES = ("token_ids", "logprobs", "versions")
@@ -37,16 +37,11 @@ class Asked:
         return self.tell(
             "sampled",
             {
-                "keys": np.array(keys),
-                "counts": np.full(len(keys), tokens),
-                "token_ids": np.arange(total, dtype=np.int32),
-                "logprobs": np.full(total, -0.5, np.float32),
-                "versions": np.full(total, version, np.int32),
+                "calls": [[key, tokens, 0.0, "life"] for key in keys],
+                "tokens": pack_tokens(np.arange(total), np.full(total, -0.5), np.full(total, version)),
                 "entropies": None,
-                "started": np.zeros(len(keys)),
                 "masks": masks or {},
                 "policy": "policy",
-                "lineages": ["life"] * len(keys),
             },
         )
 
@@ -91,9 +86,7 @@ async def test_no_report_is_kept() -> None:
         for request in asked.engine.requests.values():
             for message in messages:
                 kept = [request.known, request.mask.ids, request.mask.offsets]
-                given = [message[name] for name in NAMES] + [
-                    each for m in message["masks"].values() for each in (m.offsets, m.ids)
-                ]
+                given = [message["tokens"]] + [each for m in message["masks"].values() for each in (m.offsets, m.ids)]
                 assert not any(np.shares_memory(mine, theirs) for mine in kept for theirs in given)
         first, second = [call.partial().sampling_mask for call in await asked.pool.in_flight()]
         rows = [[4, 5], [], [6]]

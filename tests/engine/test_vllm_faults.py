@@ -287,7 +287,7 @@ async def test_a_server_that_dies_leaves_what_had_come_and_refuses_nothing(over,
         await asyncio.sleep(0.05)
         assert [name for name, _ in told if name in ("sampled", "refused", "done")] == ["sampled"]
         sampled = dict(told)["sampled"]
-        assert sampled["keys"].tolist() == [7] and sampled["token_ids"].tolist() == come
+        assert sampled["calls"][0][:2] == [7, len(come)] and sampled["tokens"][:, 0].tolist() == come
 
 
 def pieces_of(fake):

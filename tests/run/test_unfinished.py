@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -184,6 +186,22 @@ def test_a_group_is_as_old_as_its_oldest_token_that_may_be_trained():
     table.end(cancelled, episode("unscored/1", 3, None))
     table.end(again, None)
     assert table.num_unfinished == sum(record.ended is None for record in table.episodes()) == 13 - 1 + 1
+
+
+def test_a_group_that_has_left_is_freed_at_once():
+    table = InFlightTable(None)  # type: ignore[arg-type]
+    table.add(GroupInFlight("policy", "g", 0, Task({})), indexes=range(2))
+    group = weakref.ref(table.groups["g"])
+    gc.disable()  # collected seldom in a run: what waits for it keeps the tokens of many batches
+    try:
+        for record in list(table.episodes()):
+            table.end(record, Episode(id=record.id, group="g", task={}, outcome=Scored(1.0)))
+            left = table.leave(record)
+        assert [record.id for record in left] == ["g/0", "g/1"] and not len(table)
+        del record, left
+        assert group() is None
+    finally:
+        gc.enable()
 
 
 # More than a batch needs
