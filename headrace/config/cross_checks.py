@@ -89,6 +89,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield "sampler.kind = 'learnable': a task is judged by how siblings differ; set train.group_size to 2 or more"
     if recipe.is_on_ray and not recipe.cluster.listen:
         yield "orchestrate = 'ray': set cluster.listen to HOST:0, with the address of this host that Ray's nodes reach"
+    if recipe.cluster.trainer_joins and not recipe.cluster.listen:
+        yield "cluster.trainer_joins = true: set cluster.listen to HOST:PORT, where the trainer's hosts join"
     if recipe.cluster.listen and recipe.is_inline:
         yield f"cluster.listen = {recipe.cluster.listen!r}: orchestrate = 'inline' has one engine; set it to 'local'"
     if recipe.cluster.listen and engine_kind(engine).has_server:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.engine import adapter_places, blocks_for, engine_kind, free_memory
-from headrace.launch.placement import choose_device, choose_transport, engines_here, place_of
+from headrace.launch.placement import choose_device, choose_transport, engines_here, place_of, ranks_here
 from headrace.model import (
     ModelError,
     ModelShape,
@@ -75,18 +75,19 @@ class Forecast:
     def fullest_device(self) -> int:
         """Bytes on the machine, or on the fullest GPU: if there are several, the trainer's ranks have the first, engines share
         the rest."""
-        ranks = self.recipe.train.parallel.ranks
+        ranks = ranks_here(self.recipe)
         others = torch.cuda.device_count() - ranks if choose_device(self.recipe) == "cuda" else 0
         if others < 1:
             return self.together
         engines = math.ceil(engines_here(self.recipe) / others) * (self.engine.total + self.server)
-        return max(self.trainer.total + self.published.exported, engines)
+        return max(self.trainer.total + self.published.exported if ranks else 0, engines)
 
     @property
     def together(self) -> int:
         """Trainer and engines on one device: the larger of training (engines may sleep) and generating."""
         settings, beside = self.recipe.engine, self.server - (self.trainer.process if self.recipe.is_inline else 0)
-        ranks = 1 if choose_device(self.recipe) == "cuda" else self.recipe.train.parallel.ranks  # of one device
+        ranks = ranks_here(self.recipe)
+        ranks = min(1, ranks) if choose_device(self.recipe) == "cuda" else ranks  # of one device
         num_engines = engines_here(self.recipe)
         training = ranks * self.trainer.total + num_engines * (self.engine.asleep(settings.sleep) + beside)
         generating = ranks * self.trainer.resident + num_engines * (self.engine.total + beside)

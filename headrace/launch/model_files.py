@@ -1,4 +1,4 @@
-"""A model's folder on a host that shares no filesystem with the launcher: its files are listed, read and written in pieces."""
+"""The files of a model or a checkpoint between hosts that share no filesystem: they are listed, read and written in pieces."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 
     from headrace.records import Array
 
-_PIECE_BYTES = 8 << 20
+PIECE_BYTES = 8 << 20
 
 
-def list_files(model: str) -> dict[str, list[int]]:
-    """Size and time of each file in a model's folder, by its path there, but for those in `trainer`, which only a resumed run
-    needs; empty for a name of the hub, which hosts look up."""
+def list_files(model: str, *, has_trainer: bool = False) -> dict[str, list[int]]:
+    """Size and time of each file in a model's folder, by its path there, but for rollouts and, unless `has_trainer`, the state
+    of a trainer, which only a resumed run needs; empty for a name of the hub, which hosts look up."""
     folder = Path(model)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock") if folder.is_dir() else []
     names = {path.relative_to(folder): path.stat() for path in paths}
-    return {str(name): [seen.st_size, seen.st_mtime_ns] for name, seen in names.items() if name.parts[0] != "trainer"}
+    left_out = {name for name in names if name.suffix == ".wire" or (name.parts[0] == "trainer" and not has_trainer)}
+    return {str(name): [seen.st_size, seen.st_mtime_ns] for name, seen in names.items() if name not in left_out}
 
 
 def read_piece(path: Path, start: int) -> Array:
     with path.open("rb") as file:
         file.seek(start)
-        return np.frombuffer(file.read(_PIECE_BYTES), np.uint8)
+        return np.frombuffer(file.read(PIECE_BYTES), np.uint8)
 
 
 def fetch_model(model: str, files: Mapping[str, list[int]], *, cache: Path, read: Callable[[str, int], Array]) -> str:
@@ -48,15 +49,20 @@ def fetch_model(model: str, files: Mapping[str, list[int]], *, cache: Path, read
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=target.parent) as temporary:
         made = Path(temporary, "model")
-        for name, (size, _) in files.items():
-            path = made / name
-            if ".." in path.parts or Path(name).is_absolute():
-                raise ConfigError(f"the model has a file outside its folder: {name!r}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                while (start := file.tell()) < size:
-                    if not file.write(read(name, start).data):
-                        raise ConfigError(f"{model}/{name} has become shorter while it was fetched")
+        fetch_files(files, made, read=read)
         with contextlib.suppress(OSError):  # another process of this host was faster
             made.rename(target)
     return str(target)
+
+
+def fetch_files(files: Mapping[str, list[int]], folder: Path, *, read: Callable[[str, int], Array]) -> None:
+    """Write files of these sizes into a folder."""
+    for name, (size, _) in files.items():
+        path = folder / name
+        if ".." in path.parts or Path(name).is_absolute():
+            raise ConfigError(f"there is a file outside its folder: {name!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            while (start := file.tell()) < size:
+                if not file.write(read(name, start).data):
+                    raise ConfigError(f"{name} has become shorter while it was fetched")
