@@ -95,5 +95,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"cluster.listen = {recipe.cluster.listen!r}: orchestrate = 'inline' has one engine; set it to 'local'"
     if recipe.cluster.listen and engine_kind(engine).has_server:
         yield f"cluster.listen = {recipe.cluster.listen!r}: engines that join are native; engine.kind = '{engine.kind}' is not"
+    if engine.max_count and not recipe.is_on_ray:
+        yield f"engine.max_count = {engine.max_count}: only Ray finds room for more engines; set orchestrate = 'ray'"
     if engine.count > 1 and recipe.is_inline:
         yield f"engine.count = {engine.count}: orchestrate = 'inline' has one engine; set it to 'local'"

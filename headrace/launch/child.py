@@ -190,7 +190,7 @@ class RoleWorker:
         device, ranks, self._num_ranks = order.placement.device, None, parallel.ranks
         if parallel.is_on:
             timeout = _RANKS_SHARE * order.deadline
-            far = {"meeting": self._meeting, "host": order.placement.address} if self._is_far else {}
+            far: dict[str, Any] = {"meeting": self._meeting, "host": order.placement.address} if self._is_far else {}
             ranks = Ranks.join(parallel, rank=order.index, address=meeting, device=device, timeout=timeout, **far)
             self._on_end.callback(ranks.close)
         return build_trainer(recipe, model, device=device, ranks=ranks)

@@ -171,7 +171,8 @@ class ClusterProcesses(LocalProcesses):
             try:
                 await asyncio.wait_for(self._has_trainer_news.wait(), until - self._loop.time())
             except TimeoutError as error:
-                raise RoleFailed(f"{offered}, for {deadline:g} s (deadline): headrace join --role trainer") from error
+                how = "headrace join --role trainer, and the same command goes on from the newest checkpoint"
+                raise RoleFailed(f"{offered}, for {deadline:g} s (deadline): {how}") from error
         if self._no_trainer is not None:
             raise self._no_trainer
         for rank, (host, device) in enumerate(places[:count]):

@@ -91,7 +91,7 @@ class Forecast:
         num_engines = engines_here(self.recipe)
         training = ranks * self.trainer.total + num_engines * (self.engine.asleep(settings.sleep) + beside)
         generating = ranks * self.trainer.resident + num_engines * (self.engine.total + beside)
-        return self.published.exported + max(training, generating)
+        return max(training, generating) + (self.published.exported if ranks else 0)
 
 
 def forecast_memory(

@@ -62,6 +62,8 @@ class HostOffer:
     shared_folder: str = ""
     model: str = ""
     """Where it has the model."""
+    label: str = ""
+    """What whoever started it calls it."""
 
 
 @dataclass(eq=False)

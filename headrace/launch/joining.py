@@ -33,7 +33,7 @@ from headrace.settings import ConfigError
 from headrace.sync import shared_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from headrace.records import Array
 
@@ -62,6 +62,8 @@ class JoinOptions:
     """For logs, and a trainer's checkpoints on their way; None makes a temporary one."""
     wait: float = 600.0
     """Seconds to wait for a launcher that does not listen, at first or again."""
+    label: str = ""
+    """By which whoever starts this host recognises it at the launcher."""
     grace: float = 30.0
     """Seconds in which engines may finish what they generate before the host leaves."""
 
@@ -134,7 +136,12 @@ class _Joiner:
             "kill": self._kill,
             "end": self._end,
         }
-        calls = {"ping": self._ping, "read": self._read, "fetch": self._fetch, "remove": self._remove}
+        calls: dict[str, Callable[..., Awaitable[Any]]] = {
+            "ping": self._ping,
+            "read": self._read,
+            "fetch": self._fetch,
+            "remove": self._remove,
+        }
         return Peer(stream, calls=calls, notices=notices)
 
     async def _stay(self, peer: Peer, is_stopped: asyncio.Event) -> None:
@@ -185,6 +192,7 @@ class _Joiner:
         offer = HostOffer(
             host=platform.node(),
             role=options.role,
+            label=options.label,
             address=options.address or peer.stream.own_host,
             devices=await asyncio.to_thread(device_names, options.device, options.engines),
             threads=options.threads or max(1, (os.cpu_count() or 1) // options.engines),

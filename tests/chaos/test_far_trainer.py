@@ -35,7 +35,6 @@ def test_ranks_on_two_hosts_are_lost_with_one_and_start_again_with_a_third(tmp_p
         assert len(ranks) == 2
         hosts[0].kill()
         says("which is gone")
-        says("hosts offer 1 of the trainer's 2 ranks")
         assert wait_until(lambda: not any(map(is_alive, ranks))), "ranks of the lost trainer stay"
         stack.callback(other_host(tmp_path / "third", port, "--role=trainer").kill)
         says("resumed    version")

@@ -449,24 +449,27 @@ def test_ranks_on_several_hosts_hear_what_was_said_before_they_came(tmp_path):
     asyncio.run(main())
 
 
+def refused(error: Exception) -> Future[int]:
+    failing: Future[int] = Future()
+    failing.set_exception(error)
+    return failing
+
+
 def test_a_run_on_ray_does_not_wait_for_engines_that_have_failed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     said, failed = [], [ConfigError("another version of headrace"), RuntimeError("no such device")]
 
     async def main() -> None:
-        processes = RayProcesses(make_recipe({"orchestrate": "ray", "cluster.listen": "127.0.0.1:0"}), tmp_path)
+        settings = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0", "engine.count": 2}
+        processes = RayProcesses(make_recipe(settings), tmp_path)
         processes._say, processes.first_joined = said.append, asyncio.get_running_loop().create_future()
-        joining = processes._joining["engine"] = [Future(), Future()]
-        for each, error in zip(joining, failed, strict=True):
+        for label, error in zip(("engine 1", "engine 2"), failed, strict=True):
             assert not processes.first_joined.done()
-            each.set_exception(error)
-            await processes._follow("engine", each)
+            await processes._follow("engine", label, refused(error))
         with pytest.raises(RoleFailed, match="no engine that Ray placed could join"):
             await asyncio.wait_for(processes._first_engine(), 5)
 
-        refused = Future()
-        refused.set_exception(failed[0])
-        await processes._follow("trainer", refused)
+        await processes._follow("trainer", "trainer 0", refused(failed[0]))
         processes._loop = asyncio.get_running_loop()
         with pytest.raises(RoleFailed, match="no trainer that Ray placed could join"):
             await asyncio.wait_for(processes._place_trainers(), 5)
