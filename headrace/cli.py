@@ -180,17 +180,19 @@ def _add_join(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     join = commands.add_parser(
         "join",
         allow_abbrev=False,  # `--token TOKEN` would be taken for the name of a file
-        help="generate on this host for a run on another one",
-        description="Join a run whose recipe has cluster.listen, and generate for it until it ends or SIGTERM comes.",
+        help="generate or train on this host for a run on another one",
+        description="Join a run whose recipe has cluster.listen, and work for it until it ends or SIGTERM comes.",
         epilog="The token comes from HEADRACE_TOKEN or from a file; options show in process lists.",
     )
     join.add_argument("url", metavar="URL", help="[tls://][FINGERPRINT@]HOST:PORT, as the run prints it")
-    join.add_argument("--role", choices=["engine"], default="engine", help="what this host does for the run")
+    join.add_argument("--role", choices=["engine", "trainer"], default="engine", help="what this host does for the run")
     join.add_argument("--token-file", default="", help="holds the run's token (default: HEADRACE_TOKEN)")
-    join.add_argument("--engines", type=int, default=1, help="how many; each has a GPU of its own while there are enough")
+    join.add_argument(
+        "--engines", type=int, default=1, help="engines, or trainer ranks; each on its own GPU while there are enough"
+    )
     join.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
-    join.add_argument("--threads", type=int, default=0, help="CPU threads of each engine; 0 shares the cores among them")
-    join.add_argument("--address", default="", help="of this host, for others to fetch weights from (default: found out)")
+    join.add_argument("--threads", type=int, default=0, help="CPU threads of each; 0 shares the cores among them")
+    join.add_argument("--address", default="", help="of this host, which others reach (default: found out)")
     join.add_argument("--folder", type=Path, help="for logs (default: a temporary one)")
     join.add_argument("--wait", type=float, default=600.0, help="seconds to wait for a run that is not there, or is gone")
     join.set_defaults(run=_join)
@@ -389,7 +391,7 @@ def _join(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
         raise ConfigError("there is no token: set HEADRACE_TOKEN, or name a file with --token-file")
     if options.engines < 1:
         raise ConfigError(f"--engines {options.engines}: must be ≥ 1")
-    names = ("url", "engines", "device", "threads", "address", "folder", "wait")
+    names = ("url", "role", "engines", "device", "threads", "address", "folder", "wait")
     return join(JoinOptions(token=token, **{name: getattr(options, name) for name in names}))
 
 

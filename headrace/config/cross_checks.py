@@ -96,9 +96,13 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield "sampler.kind = 'learnable': a task is judged by how siblings differ; set train.group_size to 2 or more"
     if recipe.is_on_ray and not recipe.cluster.listen:
         yield "orchestrate = 'ray': set cluster.listen to HOST:0, with the address of this host that Ray's nodes reach"
+    if recipe.cluster.trainer_joins and not recipe.cluster.listen:
+        yield "cluster.trainer_joins = true: set cluster.listen to HOST:PORT, where the trainer's hosts join"
     if recipe.cluster.listen and recipe.is_inline:
         yield f"cluster.listen = {recipe.cluster.listen!r}: orchestrate = 'inline' has one engine; set it to 'local'"
     if recipe.cluster.listen and engine_kind(engine).has_server:
         yield f"cluster.listen = {recipe.cluster.listen!r}: engines that join are native; engine.kind = '{engine.kind}' is not"
+    if engine.max_count and not recipe.is_on_ray:
+        yield f"engine.max_count = {engine.max_count}: only Ray finds room for more engines; set orchestrate = 'ray'"
     if engine.count > 1 and recipe.is_inline:
         yield f"engine.count = {engine.count}: orchestrate = 'inline' has one engine; set it to 'local'"

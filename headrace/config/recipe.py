@@ -69,7 +69,7 @@ class Recipe:
     exact: bool = False
     """Engine and trainer logprobs bitwise equal at equal weights on CPU, and a resumed run bitwise the uninterrupted one."""
     orchestrate: Literal["local", "ray", "inline"] = field(default="local", metadata=ELASTIC)
-    """`local`: engines and trainer in processes of their own. `ray`: the same, with engines where Ray places them. `inline`:
+    """`local`: engines and trainer in processes of their own. `ray`: the same, where Ray places them. `inline`:
     one process, deterministic under a seed, breakpoints work."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=ELASTIC)
     """`auto` takes a GPU where there is one."""
@@ -115,8 +115,13 @@ class Recipe:
 
     @property
     def is_on_ray(self) -> bool:
-        """Whether Ray places the engines."""
+        """Whether Ray places engines and trainer."""
         return self.orchestrate == "ray"
+
+    @property
+    def trainer_joins(self) -> bool:
+        """Whether the trainer's ranks are on hosts that join, and not on the launcher's."""
+        return self.is_on_ray or self.cluster.trainer_joins
 
     @property
     def max_lag(self) -> float:

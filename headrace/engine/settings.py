@@ -62,6 +62,9 @@ class EngineSettings:
     past one GPU."""
     count: int = field(default=1, metadata=ELASTIC)
     """Engine processes, each with slots of its own."""
+    max_count: int = field(default=0, metadata=ELASTIC)
+    """With orchestrate = "ray": the most engines. The run adds engines while it is bound by them, and gives them back, down to
+    `count`, while they idle. 0: `count`."""
     threads: int = field(default=0, metadata=ELASTIC)
     """Of torch on CPU in each engine; 0 takes `threads`."""
     restarts: int = field(default=3, metadata=OPERATIONAL)
@@ -93,6 +96,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         check(self.count >= 1, "count", self.count, "≥ 1")
+        check(not 0 < self.max_count < self.count, "max_count", self.max_count, f"≥ count = {self.count}, or 0")
         check(self.threads >= 0, "threads", self.threads, "≥ 0")
         check(self.restarts >= 0, "restarts", self.restarts, "≥ 0")
         check(self.slots >= 1, "slots", self.slots, "≥ 1")

@@ -4,8 +4,9 @@
 process) and `local.py` (engines and trainer in their own processes; lost ones are restarted). `process.py` is the
 launcher's side of a process and `child.py` the process itself; `heartbeat.py` tells it that the launcher is gone.
 `placement.py` decides where each runs, `build.py` makes engines and trainers from a recipe, and `forecast.py` predicts memory.
-`cluster.py` lets engines on other hosts join a `local` run; `hosts.py` is the launcher's side of a host, `joining.py` its own.
-`on_ray.py` has Ray place them.
+`cluster.py` lets engines and trainer on other hosts join a `local` run; `hosts.py` is the launcher's side of a host,
+`joining.py` its own, and `joined_trainer.py` carries checkpoints between them. `on_ray.py` has Ray place them, and
+`scaling.py` says when the run wants an engine more or less.
 `handle.py` runs it all in a thread, for `headrace.start`.
 `start_model.py` has the model that RL starts from, which `sft.py` may have fine-tuned on the rows that `examples.py` encodes.
 `evaluation.py`, `serving.py` and `merging.py` are the commands that do not train.

@@ -29,7 +29,7 @@ from headrace.launch.heartbeat import watch_launcher
 from headrace.launch.placement import Order, lends
 from headrace.observe import ProcessTimeline
 from headrace.rpc import Peer, Stream, StreamClosed, connect, describe_error
-from headrace.sync import Lineage, WeightSync, make_transport
+from headrace.sync import Lineage, Mailbox, WeightSync, make_transport
 from headrace.trainer import LocalTrainer, Ranks
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class RoleWorker:
         self._on_end = contextlib.ExitStack()
         self._is_told_to_end = self._is_launcher_silent = False
         self._num_ranks = 1
+        self._is_far = order.address.startswith("tls:")
+        """On another host than the launcher's."""
+        self._meeting = Mailbox(patience=order.deadline, share=self._post)
+        """Where ranks of several hosts find each other; the launcher passes on what each of them says."""
         self._launcher_ended = watch_launcher(pipe, order.silence, self._on_silence)
 
     async def run(self) -> int:
@@ -71,7 +75,10 @@ class RoleWorker:
         self._control = Peer(
             await self._connect("control"),
             calls={"ping": self._ping, "build": self._build},
-            notices={"end": lambda _: setattr(self, "_is_told_to_end", True)},
+            notices={
+                "end": lambda _: setattr(self, "_is_told_to_end", True),
+                "post": lambda told: self._meeting.put(told["key"], bytes.fromhex(told["value"])),
+            },
         )
         serving = asyncio.ensure_future(self._control.run())
         await asyncio.wait({serving, self._failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +125,7 @@ class RoleWorker:
     async def _end_without_launcher(self) -> None:
         words = f"heard nothing from the launcher for {self._order.silence:g} s"
         try:
-            if isinstance(self._worker, LocalTrainer) and self._worker.num_steps:
+            if isinstance(self._worker, LocalTrainer) and self._worker.num_steps and not self._is_far:
                 words += await self._rescue(self._worker)
         except Exception as error:  # noqa: BLE001  (it ends either way, and reports why nothing is saved)
             words += f"; what was trained could not be saved: {error}"
@@ -165,10 +172,13 @@ class RoleWorker:
         more: dict[str, Any] = {"payload": settings.sync.payload, "adapter": settings.lora.to_plain(), "name": order.name}
         sync = WeightSync(Lineage(**lineage), transport, **more)
         self._on_end.callback(sync.close)
-        log.info("%s on %s, model %s, process %d", order.name, placement.device, model, os.getpid())
+        here = placement.model or model
+        log.info("%s on %s, model %s, process %d", order.name, placement.device, here, os.getpid())
         if order.role == "engine":
-            return await self._build_engine(settings, model, sync, most_blocks)
-        trainer = await asyncio.to_thread(self._build_trainer, settings, model, meeting)
+            return await self._build_engine(settings, here, sync, most_blocks)
+        trainer = await asyncio.to_thread(self._build_trainer, settings, here, meeting)
+        if trainer.model.name_or_path == here:  # an adapter's checkpoint says which model it belongs to
+            trainer.model.name_or_path = model
         self._worker = LocalTrainer(
             trainer, sync=sync, timeline=self._timeline, in_threads=True, frees_memory=settings.engine.sleeps or lends(settings)
         )
@@ -180,7 +190,8 @@ class RoleWorker:
         device, ranks, self._num_ranks = order.placement.device, None, parallel.ranks
         if parallel.is_on:
             timeout = _RANKS_SHARE * order.deadline
-            ranks = Ranks.join(parallel, rank=order.index, address=meeting, device=device, timeout=timeout)
+            far: dict[str, Any] = {"meeting": self._meeting, "host": order.placement.address} if self._is_far else {}
+            ranks = Ranks.join(parallel, rank=order.index, address=meeting, device=device, timeout=timeout, **far)
             self._on_end.callback(ranks.close)
         return build_trainer(recipe, model, device=device, ranks=ranks)
 
@@ -213,6 +224,10 @@ class RoleWorker:
     def _on_data_closed(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled() and not isinstance(reading.exception(), StreamClosed):
             self._fail(reading.exception())  # an unreadable frame
+
+    def _post(self, key: str, value: bytes) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._control.notify, "post", {"key": key, "value": value.hex()})
 
     def _fail(self, error: BaseException | None) -> None:
         if not self._failure.done() and error is not None:

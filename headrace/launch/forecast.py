@@ -12,7 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.engine import adapter_places, blocks_for, engine_kind, free_memory
-from headrace.launch.placement import choose_device, choose_transport, engines_here, lends, place_of, receiving_device
+from headrace.launch.placement import (
+    choose_device,
+    choose_transport,
+    engines_here,
+    lends,
+    place_of,
+    ranks_here,
+    receiving_device,
+)
 from headrace.model import (
     ModelError,
     ModelShape,
@@ -75,25 +83,28 @@ class Forecast:
     def fullest_device(self) -> int:
         """Bytes on the machine, or on the fullest GPU: if there are several, the trainer's ranks have the first, engines share
         the rest. Some receive weights on the first rank's, for servers elsewhere."""
-        ranks = self.recipe.train.parallel.ranks
+        ranks = ranks_here(self.recipe)
         others = torch.cuda.device_count() - ranks if choose_device(self.recipe) == "cuda" else 0
         if others < 1:
             return self.together
         count, first = engines_here(self.recipe), place_of(self.recipe, "trainer")
-        beside = sum(receiving_device(self.recipe, index) == first for index in range(count))
+        beside = sum(receiving_device(self.recipe, index) == first for index in range(count)) if ranks else 0
         engines = math.ceil(count / others) * (self.server + (0 if beside else self.engine.total))
         training, waiting = self.trainer.total + self._spare(trains=True), self.trainer.resident + self._spare(trains=False)
-        return max(max(training, waiting) + self.published.exported + beside * self.engine.total, engines)
+        trainer = max(training, waiting) + self.published.exported if ranks else 0
+        return max(trainer + beside * self.engine.total, engines)
 
     @property
     def together(self) -> int:
         """Trainer and engines on one device: the larger of training (engines may sleep) and generating."""
         settings, beside = self.recipe.engine, self.server - (self.trainer.process if self.recipe.is_inline else 0)
-        ranks = 1 if choose_device(self.recipe) == "cuda" else self.recipe.train.parallel.ranks  # of one device
+        ranks = ranks_here(self.recipe)
+        ranks = min(1, ranks) if choose_device(self.recipe) == "cuda" else ranks  # of one device
         num_engines = engines_here(self.recipe)
         training = ranks * self.trainer.total + num_engines * (self.engine.asleep(settings.sleep) + beside)
         generating = ranks * self.trainer.resident + num_engines * (self.engine.total + beside)
-        return self.published.exported + max(training + self._spare(trains=True), generating + self._spare(trains=False))
+        exported = self.published.exported if ranks else 0
+        return exported + max(training + self._spare(trains=True), generating + self._spare(trains=False))
 
     def _spare(self, *, trains: bool) -> int:
         """Of the engine on the trainer's device (`engine.lend`), which sleeps while it trains; on a CPU its weights stay."""

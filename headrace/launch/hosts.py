@@ -1,7 +1,8 @@
 """The launcher's side of hosts that join a run: a listener, and of each host one connection to its `headrace join`.
 
-A host fetches the model if it has not got it, says what it offers, and then starts and kills engine processes as it is told:
-`JoinedProcess` is their `ProcessHandle`. The processes themselves connect as local ones do, over TLS.
+A host fetches the model if it has not got it, says what it offers, and then starts and kills processes as it is told:
+`JoinedProcess` is their `ProcessHandle`. The processes themselves connect as local ones do, over TLS. A trainer's checkpoints
+travel over the host's connection, both ways.
 
 All of it runs in a thread with its own event loop, so that heartbeats go on while a reward or a breakpoint blocks the run's.
 """
@@ -19,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
 from headrace.launch.clock import ClockOffset
-from headrace.launch.model_files import list_files, read_piece
+from headrace.launch.model_files import PIECE_BYTES, fetch_files, list_files, read_piece
 from headrace.records import frames
 from headrace.rpc import Listener, Peer, RemoteError, StreamClosed
 from headrace.settings import ConfigError, build
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from headrace.launch.placement import Order
     from headrace.launch.settings import ClusterSettings
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from headrace.rpc import Stream
 
 log = logging.getLogger("headrace.hosts")
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = PIECE_BYTES + (1 << 20)
 """Of what a host may send at once."""
 _PING_SECONDS = 1.0
 _KILLED_SECONDS = 5.0
@@ -50,15 +51,19 @@ class HostOffer:
     host: str
     address: str
     """At which other hosts reach it."""
+    role: str = "engine"
+    """Of the processes that it will run."""
     devices: tuple[str, ...] = ("cpu",)
-    """Of each engine that it will run."""
+    """Of each of them."""
     threads: int = 1
-    """torch's CPU threads of each engine, if the recipe does not say."""
+    """torch's CPU threads of each, if the recipe does not say."""
     folder: str = ""
-    """For logs."""
+    """For logs, and a trainer's checkpoints on their way."""
     shared_folder: str = ""
     model: str = ""
     """Where it has the model."""
+    label: str = ""
+    """What whoever started it calls it."""
 
 
 @dataclass(eq=False)
@@ -72,6 +77,8 @@ class Host:
     offer: HostOffer | None = None
     is_gone: bool = False
     processes: dict[str, JoinedProcess] = field(default_factory=dict)
+    served: dict[str, tuple[Path, dict[str, list[int]]]] = field(default_factory=dict)
+    """Folders that it may read, and their files: the model's, named "", and a checkpoint that its trainer loads."""
     ticks: ClockOffset = field(default_factory=ClockOffset)
     """Of `time.perf_counter` there, which timelines are in."""
     wall: ClockOffset = field(default_factory=ClockOffset)
@@ -101,6 +108,40 @@ class Host:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(close)
 
+    def fetch(self, place: str, files: Mapping[str, list[int]], folder: Path) -> None:
+        """Copy files from a folder there; blocks. Raises `StreamClosed` if the host is gone."""
+
+        def read(name: str, start: int) -> Array:
+            piece: Array = self._ask("read", place=place, name=name, start=start)
+            return piece
+
+        fetch_files(files, folder, read=read)
+
+    def deliver(self, folder: Path, place: str) -> None:
+        """Copy a checkpoint to a folder there, but for what only the launcher needs; blocks."""
+        files = list_files(str(folder), has_trainer=True)
+        self.served[place] = folder, files
+        try:
+            self._ask("fetch", place=place, files=files)
+        finally:
+            del self.served[place]
+
+    def remove(self, place: str) -> None:
+        """Remove a folder there; blocks."""
+        self._ask("remove", place=place)
+
+    def _ask(self, call: str, **arguments: Any) -> Any:  # noqa: ANN401
+        if self.is_gone:  # nobody would run the call
+            raise StreamClosed(f"{self.name} is gone")
+        return asyncio.run_coroutine_threadsafe(self.peer.call(call, **arguments), self.loop).result()
+
+    async def read(self, name: str, start: int, place: str = "") -> Array:
+        """Answers the host: a piece of a file that it may read."""
+        folder, files = self.served.get(place, (Path(), {}))
+        if name not in files:
+            raise LookupError(f"{name!r} is no file of the model, nor of a checkpoint for this host")
+        return await asyncio.to_thread(read_piece, folder / name, start)
+
     def on_started(self, told: dict[str, Any]) -> None:
         if (process := self._find(told)) is not None:
             process.pid = int(told["pid"])
@@ -121,7 +162,7 @@ class Host:
 
 
 class JoinedProcess:
-    """An engine process that a joined host starts; a `ProcessHandle`."""
+    """A process that a joined host starts; a `ProcessHandle`."""
 
     def __init__(self, name: str, host: Host, *, incarnation: int = 1) -> None:
         self.pid, self.incarnation = 0, incarnation
@@ -182,13 +223,14 @@ class Hosts:
         certificate: str,
         heartbeat: float,
         model: str,
+        takes_trainer: bool = False,
         on_ready: Callable[[Host], object],
         on_leaving: Callable[[Host], None],
         say: Callable[[str], object],
     ) -> None:
         self._settings, self._token, self._certificate, self._heartbeat = settings, token, certificate, heartbeat
         self._on_ready, self._on_leaving, self._say = on_ready, on_leaving, say
-        self._model, self._files = model, list_files(model)
+        self._model, self._files, self._takes_trainer = model, list_files(model), takes_trainer
         self._num_joined = 0
         self._hosts: set[Host] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -236,7 +278,8 @@ class Hosts:
     def _admit(self, stream: Stream) -> None:
         self._num_joined += 1
         host = Host(self._num_joined, Peer(stream, max_bytes=_MAX_BYTES), self._loop)
-        host.peer.calls |= {"join": self._join, "read": self._read, "ready": lambda **told: self._ready(host, told)}
+        host.served[""] = Path(self._model), self._files
+        host.peer.calls |= {"join": self._join, "read": host.read, "ready": lambda **told: self._ready(host, told)}
         host.peer.notices |= {
             "started": host.on_started,
             "ended": host.on_ended,
@@ -276,18 +319,14 @@ class Hosts:
                     return host.peer.stream.close()
                 await asyncio.sleep(min(_PING_SECONDS, self._heartbeat / 4))
 
-    async def _join(self, version: str, schema: int) -> dict[str, Any]:
+    async def _join(self, version: str, schema: int, role: str = "engine") -> dict[str, Any]:
         """The first call of a host; the answer names the model and its files."""
         if (version, schema) != (__version__, frames.SCHEMA):
             ours = f"{__version__} (wire schema {frames.SCHEMA})"
             raise ConfigError(f"this host has headrace {version} (wire schema {schema}), and the run has {ours}; install that")
+        if role == "trainer" and not self._takes_trainer:
+            raise ConfigError("the run trains on the launcher's host; set cluster.trainer_joins = true in its recipe")
         return {"model": self._model, "files": self._files, "heartbeat": self._heartbeat}
-
-    async def _read(self, name: str, start: int) -> Array:
-        """A piece of one of the model's files."""
-        if name not in self._files:
-            raise LookupError(f"{name!r} is no file of the model")
-        return await asyncio.to_thread(read_piece, Path(self._model) / name, start)
 
     async def _ready(self, host: Host, told: dict[str, Any]) -> None:
         host.offer = build(HostOffer, told)

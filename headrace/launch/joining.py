@@ -1,4 +1,4 @@
-"""`headrace join`: a host's side. It stays connected to the launcher and starts and kills engine processes as told.
+"""`headrace join`: a host's side. It stays connected to the launcher and starts and kills engines or trainer ranks as told.
 
 The processes are those of `headrace.launch.child`, which connect to the launcher themselves. When the launcher is gone they are
 killed, and the host joins again as soon as one listens there. SIGTERM or Ctrl-C lets the engines hand over what they generate
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import platform
+import shutil
 import tempfile
 import threading
 import time
@@ -22,7 +23,7 @@ from headrace import __version__
 from headrace.launch.folder import cache_folder
 from headrace.launch.heartbeat import SILENT_HEARTBEATS
 from headrace.launch.hosts import HostOffer
-from headrace.launch.model_files import fetch_model
+from headrace.launch.model_files import fetch_files, fetch_model, read_piece
 from headrace.launch.placement import Order, pick_device
 from headrace.launch.process import ChildProcess
 from headrace.launch.stop import StopRequest
@@ -32,7 +33,7 @@ from headrace.settings import ConfigError
 from headrace.sync import shared_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from headrace.records import Array
 
@@ -49,16 +50,20 @@ class JoinOptions:
 
     url: str
     token: str
+    role: str = "engine"
     engines: int = 1
+    """Or ranks of the trainer."""
     device: str = "auto"
     threads: int = 0
-    """0 shares the cores among the engines."""
+    """0 shares the cores among the processes."""
     address: str = ""
     """Empty: the one from which this host reaches the launcher."""
     folder: Path | None = None
-    """For logs; None makes a temporary one."""
+    """For logs, and a trainer's checkpoints on their way; None makes a temporary one."""
     wait: float = 600.0
     """Seconds to wait for a launcher that does not listen, at first or again."""
+    label: str = ""
+    """By which whoever starts this host recognises it at the launcher."""
     grace: float = 30.0
     """Seconds in which engines may finish what they generate before the host leaves."""
 
@@ -131,7 +136,13 @@ class _Joiner:
             "kill": self._kill,
             "end": self._end,
         }
-        return Peer(stream, calls={"ping": self._ping}, notices=notices)
+        calls: dict[str, Callable[..., Awaitable[Any]]] = {
+            "ping": self._ping,
+            "read": self._read,
+            "fetch": self._fetch,
+            "remove": self._remove,
+        }
+        return Peer(stream, calls=calls, notices=notices)
 
     async def _stay(self, peer: Peer, is_stopped: asyncio.Event) -> None:
         """Join, and serve until the launcher ends or is gone, or this host leaves."""
@@ -139,7 +150,8 @@ class _Joiner:
         reading, stopping = asyncio.ensure_future(peer.run()), asyncio.ensure_future(is_stopped.wait())
         tasks: list[asyncio.Future[Any]] = [reading, stopping]
         try:
-            told = await peer.call("join", version=__version__, schema=frames.SCHEMA, timeout=_ANSWER_SECONDS)
+            what = {"version": __version__, "schema": frames.SCHEMA, "role": self._options.role}
+            told = await peer.call("join", timeout=_ANSWER_SECONDS, **what)
             tasks.append(asyncio.ensure_future(self._watch(peer, SILENT_HEARTBEATS * told["heartbeat"])))
             await self._introduce(peer, told)
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,14 +189,12 @@ class _Joiner:
 
     async def _introduce(self, peer: Peer, told: dict[str, Any]) -> None:
         options = self._options
-
-        def read(name: str, start: int) -> Array:
-            piece: Array = asyncio.run_coroutine_threadsafe(peer.call("read", name=name, start=start), self._loop).result()
-            return piece
-
-        self._model = await asyncio.to_thread(fetch_model, told["model"], told["files"], cache=cache_folder(), read=read)
+        fetching = asyncio.to_thread(fetch_model, told["model"], told["files"], cache=cache_folder(), read=self._reader())
+        self._model = await fetching
         offer = HostOffer(
             host=platform.node(),
+            role=options.role,
+            label=options.label,
             address=options.address or peer.stream.own_host,
             devices=await asyncio.to_thread(device_names, options.device, options.engines),
             threads=options.threads or max(1, (os.cpu_count() or 1) // options.engines),
@@ -196,11 +206,32 @@ class _Joiner:
         await peer.call("ready", **{**asdict(offer), "devices": list(offer.devices)})
         print(f"joined {options.url} with {', '.join(offer.devices)}; logs in {self._folder}", flush=True)
 
+    def _reader(self, place: str = "") -> Callable[[str, int], Array]:
+        """Of files that the launcher has; blocks."""
+
+        def read(name: str, start: int) -> Array:
+            asking = self._peer.call("read", name=name, start=start, place=place)
+            piece: Array = asyncio.run_coroutine_threadsafe(asking, self._loop).result()
+            return piece
+
+        return read
+
     # What the launcher tells
 
     async def _ping(self) -> dict[str, float]:
         self._pinged_at = time.monotonic()
         return {"ticks": time.perf_counter(), "time": time.time()}
+
+    async def _read(self, place: str, name: str, start: int) -> Array:
+        """A piece of a file that a trainer's rank has saved."""
+        return await asyncio.to_thread(read_piece, Path(place) / name, start)
+
+    async def _fetch(self, place: str, files: dict[str, list[int]]) -> None:
+        """Get the files of a checkpoint that a trainer's rank is to load."""
+        await asyncio.to_thread(fetch_files, files, Path(place), read=self._reader(place))
+
+    async def _remove(self, place: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
 
     def _start(self, line: str) -> None:
         order = Order.read(line)

@@ -122,7 +122,7 @@ class LocalProcesses:
             self.engines = [self.start_process("engine", index) for index in range(self._num_local)]
             if self._lender is not None:
                 self.engines.append(self.start_process("engine", LENT))
-            if self._trains:
+            if self._trains and not self._recipe.trainer_joins:
                 self.trainers = self._start_trainers()
         except BaseException:
             self._kill_all()
@@ -143,8 +143,7 @@ class LocalProcesses:
 
     def start_process(self, role: str, index: int) -> RoleProcess:
         """Called at the start, and again to restart a lost process: a new incarnation."""
-        is_one_of_several = role == "engine" or self._recipe.train.parallel.is_on
-        name = LENT_NAME if index == LENT else f"{role}-{index}" if is_one_of_several else role
+        name = self._name_of(role, index)
         self._incarnations[name] += 1
         placement = place_on_this_host(
             self._recipe, role, index, name=name, run_folder=self._folder, shared_folder=self._shared_folder
@@ -153,6 +152,10 @@ class LocalProcesses:
         process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=incarnation)
         self._started = [*(each for each in self._started if not each.ended.is_set()), process]
         return process
+
+    def _name_of(self, role: str, index: int) -> str:
+        is_one_of_several = role == "engine" or self._recipe.train.parallel.is_on
+        return LENT_NAME if index == LENT else f"{role}-{index}" if is_one_of_several else role
 
     async def listen(self) -> None:
         """Accept connections and send heartbeats. The claims keep other runs from removing our sockets and shared memory."""
@@ -248,10 +251,10 @@ class LocalProcesses:
             losses=self._losses,
         )
         starting: list[asyncio.Task[Any]] = [asyncio.ensure_future(self.start_engine(each)) for each in self.engines]
-        if self._trains:
-            self._arrange_meeting()
-            starting += [asyncio.ensure_future(self._start(rank)) for rank in self.trainers]
         try:
+            if self._trains:
+                await self._place_trainers()
+                starting += [asyncio.ensure_future(self._start(rank)) for rank in self.trainers]
             roles = self._roles_with(self.trainers) if self._trains else self._make_roles(trainer=None)
             engine, *_ = await asyncio.gather(*self._engines_elsewhere(), *starting)
         except BaseException:
@@ -268,17 +271,22 @@ class LocalProcesses:
     def _start_trainers(self) -> list[RoleProcess]:
         return [self.start_process("trainer", rank) for rank in range(self._recipe.train.parallel.ranks)]
 
-    def _arrange_meeting(self) -> None:
-        """Where the trainer's ranks find each other: a new place at each start, which no rank of an earlier one knows."""
+    async def _place_trainers(self) -> None:
+        """Start the trainer's ranks, if they are not. They find each other at a new place at each start, which no rank of an
+        earlier one knows."""
+        self.trainers = self.trainers or self._start_trainers()
         assert self._listener.folder is not None
         number = self._incarnations[self.trainers[0].name]
         self._build["meeting"] = f"file://{self._listener.folder / f'ranks-{number}'}"
 
     def _roles_with(self, ranks: Sequence[RoleProcess]) -> Roles:
         """Everything the launcher keeps itself starts anew: tasks, scorer, encoder."""
-        trainer = RemoteTrainer(ranks, deadline=self._recipe.deadline)
+        trainer = self._make_trainer(ranks)
         self.pool.delivery.source = TrainerSource(trainer, relays=self._relays)
         return self._make_roles(trainer=trainer)
+
+    def _make_trainer(self, ranks: Sequence[RoleProcess]) -> RemoteTrainer:
+        return RemoteTrainer(ranks, deadline=self._recipe.deadline)
 
     async def restart_trainer(self, *, observer: Observer, lineage: Lineage) -> Roles:
         """Start a trainer in place of a lost one, for another session: all its ranks, if one is lost. The engines stay, idle,
@@ -298,8 +306,7 @@ class LocalProcesses:
         if self._failure is None:  # otherwise the last engine is lost too, and `_watch` ends the next session
             self._has_failed.clear()
         self._serve(observer, lineage)
-        self.trainers = self._start_trainers()
-        self._arrange_meeting()
+        await self._place_trainers()
         starting = [asyncio.ensure_future(self._start(rank)) for rank in self.trainers]
         try:
             await asyncio.gather(*starting)
@@ -343,8 +350,7 @@ class LocalProcesses:
         deadline = self._recipe.deadline
         try:
             arriving = await self._connect(process)
-            there = {"model": process.placement.model} if process.placement.model else {}
-            told: dict[str, Any] = await process.control.call("build", timeout=deadline, **{**self._build, **there})
+            told: dict[str, Any] = await process.control.call("build", timeout=deadline, **self._build)
             if process.role == "engine":
                 await self._join(process, arriving["data"], relay=told["relay"])
             else:
@@ -363,11 +369,17 @@ class LocalProcesses:
     async def _connect(self, process: RoleProcess) -> dict[str, asyncio.Future[Stream]]:
         process.watch_end()
         arriving = self.introduce(process)
-        control = await process.open("control", arriving["control"], deadline=self._recipe.deadline, notices={})
+        control = await process.open(
+            "control", arriving["control"], deadline=self._recipe.deadline, notices=self._notices(process)
+        )
         self._connected[process.name] = process
         self._spawn(process.read(control))
         self._spawn(self._keep_pinging(process))
         return arriving
+
+    def _notices(self, process: RoleProcess) -> dict[str, Callable[[Any], None]]:
+        """What a process may tell over its control stream."""
+        return {}
 
     async def _join(self, process: RoleProcess, data: asyncio.Future[Stream], *, relay: str) -> None:
         def report(_: str, told: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A model's folder on a host that shares no filesystem with the launcher: its files are listed, read and written in pieces."""
+"""The files of a model or a checkpoint between hosts that share no filesystem: they are listed, read and written in pieces."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ if TYPE_CHECKING:
 
     from headrace.records import Array
 
-_PIECE_BYTES = 8 << 20
+PIECE_BYTES = 8 << 20
 _MOST_KEPT = 3
 _MOMENT_SECONDS = 60.0
 
 
-def list_files(model: str) -> dict[str, list[int]]:
-    """Size and time of each file in a model's folder, by its path there, but for those in `trainer`, which only a resumed run
-    needs; empty for a name of the hub, which hosts look up."""
+def list_files(model: str, *, has_trainer: bool = False) -> dict[str, list[int]]:
+    """Size and time of each file in a model's folder, by its path there, but for rollouts and, unless `has_trainer`, the state
+    of a trainer, which only a resumed run needs; empty for a name of the hub, which hosts look up."""
     folder = Path(model)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock") if folder.is_dir() else []
     names = {path.relative_to(folder): path.stat() for path in paths}
-    return {str(name): [seen.st_size, seen.st_mtime_ns] for name, seen in names.items() if name.parts[0] != "trainer"}
+    left_out = {name for name in names if name.suffix == ".wire" or (name.parts[0] == "trainer" and not has_trainer)}
+    return {str(name): [seen.st_size, seen.st_mtime_ns] for name, seen in names.items() if name not in left_out}
 
 
 def read_piece(path: Path, start: int) -> Array:
     with path.open("rb") as file:
         file.seek(start)
-        return np.frombuffer(file.read(_PIECE_BYTES), np.uint8)
+        return np.frombuffer(file.read(PIECE_BYTES), np.uint8)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def fetch_model(model: str, files: Mapping[str, list[int]], *, cache: Path, read
         os.utime(target)  # it is among the newest from now on
     if not target.is_dir():
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=target.parent) as temporary, _lock(Path(temporary)):
-            _fetch(model, files, Path(temporary), read)
+            fetch_files(files, Path(temporary), read=read)
             with contextlib.suppress(OSError):  # another process of this host was faster
                 Path(temporary).rename(target)
     lock = _lock(target)
@@ -72,16 +73,17 @@ def fetch_model(model: str, files: Mapping[str, list[int]], *, cache: Path, read
     return HostModel(str(target), lock)
 
 
-def _fetch(model: str, files: Mapping[str, list[int]], folder: Path, read: Callable[[str, int], Array]) -> None:
+def fetch_files(files: Mapping[str, list[int]], folder: Path, *, read: Callable[[str, int], Array]) -> None:
+    """Write files of these sizes into a folder."""
     for name, (size, _) in files.items():
         path = folder / name
         if ".." in path.parts or Path(name).is_absolute():
-            raise ConfigError(f"the model has a file outside its folder: {name!r}")
+            raise ConfigError(f"there is a file outside its folder: {name!r}")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             while (start := file.tell()) < size:
                 if not file.write(read(name, start).data):
-                    raise ConfigError(f"{model}/{name} has become shorter while it was fetched")
+                    raise ConfigError(f"{name} has become shorter while it was fetched")
 
 
 def _lock(folder: Path) -> IO[str]:

@@ -1,8 +1,10 @@
-"""`orchestrate = "ray"`: Ray places the engines and starts them again, on a cluster (RAY_ADDRESS) or one of this host's own.
+"""`orchestrate = "ray"`: Ray places engines and trainer and starts them again, on a cluster (RAY_ADDRESS) or one of this host's
+own.
 
-Each engine is an actor of a placement group, which does what `headrace join` does on a host: Ray decides where, and starts it
-elsewhere when its node is lost. Rollouts and weights travel over the run's own streams, never through Ray. Trainer and launcher
-are on the host that gives the command.
+Each engine, and each rank of the trainer, is an actor of a placement group, which does what `headrace join` does on a host: Ray
+decides where, and starts it elsewhere when its node is lost. Rollouts, weights and checkpoints travel over the run's own
+streams, never through Ray. The launcher is on the host that gives the command, and needs no GPU. Engines past `engine.count`
+are actors of their own, which come and go (`scaling.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.process import RoleFailed
+from headrace.launch.scaling import Measured, wanted_change
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -24,18 +27,18 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
 
 
-class PlacedEngine:
+class PlacedProcess:
     """An actor."""
 
-    def run(self, url: str, token: str, threads: int, device: str) -> int:
+    def run(self, role: str, url: str, token: str, threads: int, device: str, label: str) -> int:
         """Called once, and again wherever Ray starts it after its node was lost."""
         from headrace.launch.joining import JoinOptions, join
 
-        return join(JoinOptions(url=url, token=token, threads=threads, device=device))
+        return join(JoinOptions(role=role, url=url, token=token, threads=threads, device=device, label=label))
 
 
 class RayProcesses(ClusterProcesses):
-    """The trainer on this host, and `engine.count` engines where Ray places them."""
+    """The trainer's ranks and `engine.count` engines where Ray places them."""
 
     def __init__(self, recipe: Recipe, folder: Path, *, trains: bool = True) -> None:
         try:
@@ -43,14 +46,16 @@ class RayProcesses(ClusterProcesses):
         except ImportError as error:
             raise ConfigError("orchestrate = 'ray': pip install 'headrace[ray]'") from error
         super().__init__(recipe, folder, trains=trains)
-        self._ray = ray
+        self._ray: Any = ray
         self._num_local, self._restarts, self._indices = 0, {}, itertools.count()
-        self._actors: list[Any] = []
-        self._joining: list[Any] = []
-        """Of each actor, what its `run` will return or raise."""
+        self._actors: dict[str, Any] = {}
+        """By the label of what it runs."""
         self._num_over = 0
-        """How many of these have."""
-        self._group: Any = None
+        """Engines whose actor has ended."""
+        self._labels = itertools.count()
+        self._extra: list[str] = []
+        """Labels of engines past `engine.count`."""
+        self._groups: list[Any] = []
         self._is_ours = False
         """Whether this run has connected to Ray, and not the user's program."""
 
@@ -68,45 +73,99 @@ class RayProcesses(ClusterProcesses):
     async def listen(self) -> None:
         self._on_exit.callback(self._release)  # once the engines have heard that the run is over
         await super().listen()
-        await asyncio.to_thread(self._place)
-        for joining in self._joining:
-            self._spawn(self._follow(joining.future()))
+        for role, label, joining in await asyncio.to_thread(self._place):
+            self._spawn(self._follow(role, label, joining.future()))
+        if self._trains and self._recipe.engine.max_count > self._recipe.engine.num_engines:
+            self._spawn(self._scale())
 
-    async def _follow(self, joining: Future[int]) -> None:
-        """Waits for an engine that Ray placed to fail or leave; once all of them have, nobody needs to wait for the first."""
+    async def _follow(self, role: str, label: str, joining: Future[int]) -> None:
+        """Waits for a process that Ray placed to fail or leave. Nobody then needs to wait for the trainer, or if it is the last
+        engine for the first."""
         try:
             await asyncio.wrap_future(joining)
         except Exception as error:  # noqa: BLE001  (anything, and in Ray's wrapping)
-            self._say(f"an engine that Ray placed has failed: {getattr(error, 'cause', None) or error}")
+            self._say(f"the {role} that Ray placed has failed: {getattr(error, 'cause', None) or error}")
+        failure = RoleFailed(f"no {role} that Ray placed could join; why is said above")
+        if role == "trainer":
+            self._no_trainer = failure
+            return self._has_trainer_news.set()
+        if label in self._extra:
+            self._extra.remove(label)
+            self._ray.kill(self._actors.pop(label))  # frees its place
+            return None
         self._num_over += 1
-        if self._num_over == len(self._joining) and not self.first_joined.done():
-            self.first_joined.set_exception(RoleFailed("no engine that Ray placed could join; why is said above"))
+        if self._num_over == self._recipe.engine.num_engines and not self.first_joined.done():
+            self.first_joined.set_exception(failure)
+        return None
 
-    def _place(self) -> None:
-        """Reserve room for all engines and start an actor in each place."""
+    # More engines, and fewer
+
+    async def _scale(self) -> None:
+        """Waits for trainer and engines to have worked for a while; then adds an engine, or lets one go. The next time is
+        measured once that engine is there, or gone."""
+        settings, before = self._recipe.engine, None
+        while True:
+            await asyncio.sleep(1.0)
+            joined = {host.offer.label: host for host in self._host_of.values() if host.offer and not host.is_gone}
+            now = Measured.now(self._timelines, version=max(self.pool.versions.values(), default=0))
+            if before is None or now.version < before.version or not set(self._extra) <= joined.keys():
+                before = now
+            elif now.is_enough_since(before):
+                count = settings.num_engines + len(self._extra)
+                change, before = wanted_change(before, now, num_engines=count), None
+                if change > 0 and count < settings.max_count:
+                    self._say(f"the trainer waits for engines: asking Ray for one more ({count} + 1)")
+                    label, joining = await asyncio.to_thread(self._start_actor, "engine", settings.threads, "SPREAD")
+                    self._extra.append(label)
+                    self._spawn(self._follow("engine", label, joining.future()))
+                elif change < 0 and self._extra:
+                    self._say(f"the engines idle: one of {count} is given back")
+                    await self._let_go(joined[self._extra[-1]])
+
+    def _place(self) -> list[tuple[str, str, Any]]:
+        """Reserve room for all ranks of the trainer, close together, and all engines, and start an actor in each place. Returns
+        of each its role and label, and what its `run` will return or raise."""
         ray, recipe = self._ray, self._recipe
         if not ray.is_initialized():
             self._is_ours = True
             ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, include_dashboard=False, namespace="headrace")
-        has_gpus = recipe.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-        threads, count = recipe.engine.threads or recipe.threads or 1, recipe.engine.num_engines
-        bundle = {"CPU": threads, **({"GPU": 1} if has_gpus else {})}
-        self._group = ray.util.placement_group([bundle] * count, strategy="SPREAD")
-        if not self._group.wait(recipe.deadline):
-            raise RoleFailed(f"Ray has had no room for {count} × {bundle} for {recipe.deadline:g} s (deadline)")
+        trainer = list[tuple[str, str, Any]]()
+        if self._trains:
+            trainer = self._place_role("trainer", recipe.train.parallel.ranks, recipe.train.threads, strategy="PACK")
+        placed = self._place_role("engine", recipe.engine.num_engines, recipe.engine.threads, strategy="SPREAD")
+        return [*trainer, *placed]
 
-        how = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": threads, "num_gpus": int(has_gpus)}
-        kind, strategy = ray.remote(**how)(PlacedEngine), ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        for index in range(count):
-            where = strategy(self._group, placement_group_bundle_index=index)
-            actor = kind.options(scheduling_strategy=where).remote()
-            self._actors.append(actor)
-            self._joining.append(actor.run.remote(self._url, self._token, threads, "cuda" if has_gpus else "cpu"))
+    def _place_role(self, role: str, count: int, threads: int, *, strategy: str) -> list[tuple[str, str, Any]]:
+        ray, recipe = self._ray, self._recipe
+        threads, num_gpus = self._needs(threads)
+        bundle = {"CPU": threads, **({"GPU": 1} if num_gpus else {})}
+        group = ray.util.placement_group([bundle] * count, strategy=strategy)
+        self._groups.append(group)
+        if not group.wait(recipe.deadline):
+            wanted = f"{count} × {bundle} ({role})"
+            raise RoleFailed(f"Ray has had no room for {wanted} for {recipe.deadline:g} s (deadline)")
+        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        places = [place(group, placement_group_bundle_index=index) for index in range(count)]
+        return [(role, *self._start_actor(role, threads, each)) for each in places]
+
+    def _needs(self, threads: int) -> tuple[int, int]:
+        """CPUs and GPUs of a process."""
+        has_gpus = self._recipe.device != "cpu" and self._ray.cluster_resources().get("GPU", 0) > 0
+        return threads or self._recipe.threads or 1, int(has_gpus)
+
+    def _start_actor(self, role: str, threads: int, where: object) -> tuple[str, Any]:
+        """Returns its label, and what its `run` will return or raise. If there is no room now, Ray starts it when there is."""
+        threads, num_gpus = self._needs(threads)
+        how = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": threads, "num_gpus": num_gpus}
+        label = f"{role} {next(self._labels)}"
+        actor = self._actors[label] = self._ray.remote(**how)(PlacedProcess).options(scheduling_strategy=where).remote()
+        device = "cuda" if num_gpus else "cpu"
+        return label, actor.run.remote(role, self._url, self._token, threads, device, label)
 
     def _release(self) -> None:
-        for actor in self._actors:
+        for actor in self._actors.values():
             self._ray.kill(actor)
-        if self._group is not None:
-            self._ray.util.remove_placement_group(self._group)
+        for group in self._groups:
+            self._ray.util.remove_placement_group(group)
         if self._is_ours:
             self._ray.shutdown()

@@ -96,11 +96,16 @@ def engines_here(recipe: Recipe) -> int:
     return 0 if recipe.is_on_ray else recipe.engine.num_engines
 
 
+def ranks_here(recipe: Recipe) -> int:
+    """Ranks of the trainer that the launcher starts on this host."""
+    return 0 if recipe.trainer_joins else recipe.train.parallel.ranks
+
+
 def threads_of(recipe: Recipe, role: str = "", *, cores: int = 0) -> int:
     """The role's own setting, or `threads`, or if both are 0 an equal share of the cores."""
     own = {"engine": recipe.engine.threads, "trainer": recipe.train.threads}.get(role, 0)
-    num_processes = 1 if recipe.is_inline else engines_here(recipe) + recipe.train.parallel.ranks
-    return own or recipe.threads or max(1, (cores or os.cpu_count() or 1) // num_processes)
+    num_processes = 1 if recipe.is_inline else engines_here(recipe) + ranks_here(recipe)
+    return own or recipe.threads or max(1, (cores or os.cpu_count() or 1) // max(1, num_processes))
 
 
 def set_threads(recipe: Recipe) -> None:
@@ -123,7 +128,7 @@ def pick_device(wanted: str, *, exact: bool = False) -> str:
 
 def place_of(recipe: Recipe, role: str, index: int = 0) -> str:
     """Which GPU a process gets: the trainer's ranks the first ones, engines the others in turn. If none is left, they share."""
-    device, num_ranks = choose_device(recipe), recipe.train.parallel.ranks
+    device, num_ranks = choose_device(recipe), ranks_here(recipe)
     count = torch.cuda.device_count() if device == "cuda" else 0
     if count < 2:
         return device
@@ -133,18 +138,18 @@ def place_of(recipe: Recipe, role: str, index: int = 0) -> str:
 
 
 def trainer_devices(recipe: Recipe) -> list[str]:
-    return [place_of(recipe, "trainer", rank) for rank in range(recipe.train.parallel.ranks)]
+    return [place_of(recipe, "trainer", rank) for rank in range(ranks_here(recipe))]
 
 
 def check_ranks(recipe: Recipe) -> None:
-    """Raise unless every rank of the trainer gets a process and, on GPUs, a GPU of its own."""
+    """Raise unless every rank of the trainer gets a process and, on this host's GPUs, a GPU of its own."""
     parallel, device = recipe.train.parallel, choose_device(recipe)
     if not parallel.is_on:
         return
     layout = f"train.parallel = {{replicate = {parallel.replicate}, shard = {parallel.shard}}}: {parallel.ranks} ranks"
     if recipe.is_inline:
         raise ConfigError(f"{layout}, and orchestrate = 'inline' has one process; set orchestrate = 'local'")
-    if device == "cuda" and parallel.ranks > torch.cuda.device_count():
+    if device == "cuda" and ranks_here(recipe) > torch.cuda.device_count():
         raise ConfigError(f"{layout}, and torch sees {torch.cuda.device_count()} GPUs; each rank needs one of its own")
 
 
@@ -161,7 +166,7 @@ def receiving_device(recipe: Recipe, index: int) -> str:
 
 def shares_device(recipe: Recipe) -> bool:
     """Whether engines and trainer compute on one GPU, or one core."""
-    if not engines_here(recipe):
+    if not engines_here(recipe) or not ranks_here(recipe):
         return False
     if choose_device(recipe) == "cpu":
         return len(os.sched_getaffinity(0)) < 2

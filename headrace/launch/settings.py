@@ -14,12 +14,15 @@ _SHORTEST_TOKEN = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """Engines on other hosts, which join a run with `headrace join`."""
+    """Engines and trainer on other hosts, which join a run with `headrace join`."""
 
     listen: str = ""
     """HOST:PORT at which they join, over TLS; empty: none may. HOST is an address of this host, or 0.0.0.0 for all of them."""
     address: str = ""
     """The address of this host that the others reach; empty: that of `listen`."""
+    trainer_joins: bool = False
+    """Whether the trainer's ranks are on hosts that join with `--role trainer`; otherwise they are on this host. With
+    orchestrate = "ray" Ray places them."""
     token_file: str = ""
     """A file with the token that they must know. HEADRACE_TOKEN goes before it. With neither, one is made for the run, in its
     folder: join.token."""

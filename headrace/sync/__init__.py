@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
+    from headrace.sync.collective.group import Mailbox
     from headrace.sync.lineage import Lineage
     from headrace.sync.memory import MemoryTransport
     from headrace.sync.settings import SyncSettings

@@ -147,6 +147,7 @@ class LocalTrainer:
         copied = threading.Event()
 
         def save() -> Fingerprints:
+            Path(folder).mkdir(parents=True, exist_ok=True)
             return self._trainer.save(Path(folder), on_read=copied.set)
 
         if self._thread is None:

@@ -12,8 +12,8 @@ class ParallelSettings:
     """The trainer's ranks, one process and one device each: `replicate` groups of `shard` ranks."""
 
     replicate: int = 1
-    """Groups of ranks that each hold the model once and train other rollouts; gradients are added up once a step. All ranks are
-    on the host of the launcher."""
+    """Groups of ranks that each hold the model once and train other rollouts; gradients are added up once a step. They are on
+    the launcher's host, or on hosts that join (`cluster.trainer_joins`)."""
     shard: int = 1
     """Ranks that share one copy of weights, gradients and optimizer state: each keeps an equal part of every layer, and a layer
     is gathered only while it computes."""

@@ -65,13 +65,16 @@ class Ranks:
         address: str,
         device: torch.device | str = "cpu",
         timeout: float = 600.0,
+        meeting: Store | None = None,
+        host: str = "127.0.0.1",
     ) -> Ranks:
-        """Join the group, and return when all ranks have. `address`: `file://path` of a new file on the host of all ranks.
-        `timeout`: seconds that joining, and later each collective but those of `saving`, may take."""
+        """Join the group, and return when all ranks have. `address`: `file://path` of a new file on the host of all ranks; if
+        they are on several, they find each other in the store `meeting`, and reach this one at `host`. `timeout`: seconds that
+        joining, and later each collective but those of `saving`, may take."""
         ranks = cls(settings, rank=rank, device=torch.device(device))
         limit = timedelta(seconds=timeout)
         try:
-            meeting = FileStore(address.removeprefix("file://"), ranks.count)
+            meeting = meeting or FileStore(address.removeprefix("file://"), ranks.count)
             ranks._meet(meeting, timeout)
         except dist.DistError as error:
             raise RankError(f"trainer rank {rank} of {ranks.count} cannot reach the others at {address}: {error}") from None
@@ -79,8 +82,9 @@ class Ranks:
 
         def group(name: str, members: Sequence[int], limit: timedelta = limit, *, on_host: bool = False) -> Any:  # noqa: ANN401
             store = PrefixStore(f"{name}/{members[0]}", meeting)
-            make = _gloo if on_host or ranks.device.type != "cuda" else _nccl
-            return make(store, members.index(rank), len(members), limit)
+            if ranks.device.type == "cuda" and not on_host:
+                return _nccl(store, members.index(rank), len(members), limit)
+            return _gloo(store, members.index(rank), len(members), limit, host=host)
 
         if ranks.device.type == "cuda":
             ranks.device = torch.device("cuda", ranks.device.index or 0)
@@ -161,10 +165,10 @@ class Ranks:
         return [json.loads(bytes(rows[rank, : int(sizes[rank])].numpy())) for rank in range(self.count)]
 
 
-def _gloo(store: Store, rank: int, size: int, limit: timedelta) -> Any:  # noqa: ANN401
+def _gloo(store: Store, rank: int, size: int, limit: timedelta, *, host: str) -> Any:  # noqa: ANN401
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 

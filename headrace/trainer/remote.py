@@ -101,13 +101,15 @@ class RemoteTrainer:
         await self._call("abandon")
 
     def save(self, folder: Path) -> Answer[Fingerprints]:
-        def joined(answers: Sequence[Fingerprints]) -> Fingerprints:
-            return {name: found for files in answers for name, found in files.items()}
+        return Answer(self._saved(folder, self._send_folder("save", folder)))
 
-        return self._call("save", joined, folder=str(folder))
+    async def _saved(self, folder: Path, answers: Sequence[asyncio.Future[Any]]) -> Fingerprints:
+        """What the ranks have written, once it is in the folder."""
+        saved = await self._collect("save", self._ranks, answers)
+        return {name: found for files in saved for name, found in files.items()}
 
     async def load(self, folder: Path) -> None:
-        answers = self._send("load", self._ranks, folder=str(folder))
+        answers = self._send_folder("load", folder)
         try:
             async with asyncio.timeout(self._deadline):
                 await self._collect("load", self._ranks, answers)
@@ -132,6 +134,13 @@ class RemoteTrainer:
             return make(await self._collect(name, ranks or self._ranks, answers))
 
         return Answer(result())
+
+    def _send_folder(self, name: str, folder: Path) -> list[asyncio.Future[Any]]:
+        return [_begin(rank, name, {"folder": self._folder_of(rank, folder)}) for rank in self._ranks]
+
+    def _folder_of(self, rank: RoleProcess, folder: Path) -> str:
+        """What a rank calls a folder of the launcher's."""
+        return str(folder)
 
     def _send(self, name: str, ranks: Sequence[RoleProcess], **arguments: Any) -> list[asyncio.Future[Any]]:  # noqa: ANN401
         packed = {key: pack_batch(value) if isinstance(value, Batch) else value for key, value in arguments.items()}

@@ -28,14 +28,14 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def other_host(folder: Path, port: int) -> subprocess.Popen[str]:
+def other_host(folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
     """`headrace join` with folders of its own for everything."""
     folder.mkdir()
     places = {name: str(folder) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "HEADRACE_CACHE")}
     command = [sys.executable, "-m", "headrace.cli", "join", f"tls://127.0.0.1:{port}", "--threads=1", "--device=cpu"]
     with (folder / "output").open("w") as output:
         return subprocess.Popen(
-            [*command, f"--folder={folder / 'logs'}"],
+            [*command, f"--folder={folder / 'logs'}", *more],
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,4 +1,4 @@
-"""Engines that Ray places on several nodes: one node is lost while the run trains."""
+"""Engines and a trainer that Ray places on several nodes: nodes are lost while the run trains."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ ray = pytest.importorskip("ray")
 
 
 @pytest.mark.long
-def test_a_run_goes_on_when_a_node_is_lost(tmp_path, monkeypatch):
-    """Three raylets on this host: the head, and one node for each engine. Ray starts the lost engine on a node that comes."""
+def test_a_run_goes_on_when_nodes_are_lost(tmp_path, monkeypatch):
+    """Four raylets on this host: the head, and one node for each engine and the trainer. The run, bound by its engine, asks for
+    another. Ray starts what is lost on a node that comes, first an engine, then the trainer."""
     from ray.cluster_utils import Cluster
 
     output = tmp_path / "output"
     with contextlib.ExitStack() as stack:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         stack.callback(cluster.shutdown)
-        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        of_trainer, lost, _ = (cluster.add_node(num_cpus=count) for count in (2, 1, 1))
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        places = ("--orchestrate=ray", "--engine.count=2", "--cluster.listen=127.0.0.1:0", "--device=cpu")
+        places = (
+            "--orchestrate=ray",
+            "--cluster.listen=127.0.0.1:0",
+            "--device=cpu",
+            "--train.threads=2",
+            "--engine.max_count=2",
+            "--staleness.max_lag=4",  # enough to do for an engine while others are scored
+        )
         run = start(tmp_path, "--steps=100000", *places, output=output)
         stack.callback(run.process.kill)
 
@@ -29,19 +37,27 @@ def test_a_run_goes_on_when_a_node_is_lost(tmp_path, monkeypatch):
             assert wait_until(lambda: words in output.read_text(), seconds=240), output.read_text()
 
         says("engine-0 joined on")
+        says("asking Ray for one more (1 + 1)")
         says("engine-1 joined on")
-        run.wait_for_version(3)
-        cluster.remove_node(nodes[0])
+        run.wait_for_version(run.version + 1)
+        cluster.remove_node(lost)
         says("the run goes on with 1 of 2 engines")
         run.wait_for_version(run.version + 3)
         cluster.add_node(num_cpus=1)
         says("engine-2 joined on")
+        run.wait_for_version(run.version + 3)
+        assert wait_until(lambda: any((run.folder / "checkpoints").glob("step-*"))), "no checkpoint has arrived"
+        cluster.remove_node(of_trainer)
+        assert wait_until(lambda: output.read_text().count("hosts offer 0 of the trainer's 1 ranks") == 2, seconds=240)
+        cluster.add_node(num_cpus=2)
+        says("resumed    version")
         run.wait_for_version(run.version + 3)
         run.process.terminate()
         run.process.wait(120)
 
     summary = run.summary
     assert summary["status"] == "interrupted" and len(summary["engines_given_up"]) == 1
+    assert summary["restarts"] == {"trainer": 1}
     accounting = {
         name: value if isinstance(value, int) else sum(value.values()) for name, value in summary["accounting"].items()
     }

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,16 @@ import pytest
 
 from headrace import __version__
 from headrace.config import make_recipe
+from headrace.durable import seal
 from headrace.launch.clock import ClockOffset
 from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.hosts import Host, HostOffer, Hosts, JoinedProcess
+from headrace.launch.joined_trainer import JoinedTrainer
 from headrace.launch.joining import JoinOptions, _Joiner, join
 from headrace.launch.model_files import HostModel, fetch_model, list_files, read_piece
 from headrace.launch.on_ray import RayProcesses
 from headrace.launch.placement import Order, Placement
-from headrace.launch.process import RoleFailed
+from headrace.launch.process import RoleFailed, TrainerLost
 from headrace.launch.settings import ClusterSettings, read_token
 from headrace.records import frames
 from headrace.rpc import Peer, RemoteError, connect
@@ -34,7 +37,6 @@ from headrace.tls import make_certificate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
-    from pathlib import Path
 
 TOKEN, CERTIFICATE = "t" * 32, make_certificate()
 
@@ -42,7 +44,7 @@ TOKEN, CERTIFICATE = "t" * 32, make_certificate()
 class Run:
     """A launcher's hosts, and what they report."""
 
-    def __init__(self, model: str, *, heartbeat: float = 30.0) -> None:
+    def __init__(self, model: str, *, heartbeat: float = 30.0, takes_trainer: bool = False) -> None:
         self.ready, self.leaving, self.said = [], [], []
         self.has_news = threading.Event()
 
@@ -56,6 +58,7 @@ class Run:
             certificate=CERTIFICATE,
             heartbeat=heartbeat,
             model=model,
+            takes_trainer=takes_trainer,
             on_ready=on_ready,
             on_leaving=self.leaving.append,
             say=self.said.append,
@@ -320,8 +323,8 @@ def test_an_engine_that_its_host_cannot_run_does_not_end_the_run(tmp_path, monke
         processes._say, processes.pool.lose = said.append, lambda _: None
         processes._timelines = {"engine": SimpleNamespace(forget=lambda _: None)}
         host = Host(1, None, asyncio.get_running_loop(), offer=HostOffer(host="far", address="10.0.0.9"))
-        processes._host_of[1], processes._restarts[1] = host, processes._restart_budget()
-        processes._devices[1] = "cpu"
+        processes._host_of["engine-1"], processes._restarts[1] = host, processes._restart_budget()
+        processes._devices["engine-1"] = "cpu"
         process = processes._connected["engine-1"] = processes.start_process("engine", 1)
         process._last_words = RemoteError(kind="ModelError", message="it has no such layer")
         process.verdict = "was lost"
@@ -420,23 +423,129 @@ def test_a_host_that_cannot_start_a_process_says_so(run, monkeypatch, tmp_path, 
         assert joining.result() == 0 and "engine-1 could not be started: [Errno 2]" in capsys.readouterr().out
 
 
+class Rank:
+    """Saves and loads as a trainer's rank does on its host, and fails as told."""
+
+    name, incarnation = "trainer", 1
+
+    def __init__(self, folder: Path) -> None:
+        self.placement = SimpleNamespace(run_folder=str(folder))
+        self.control = self
+        self.loaded: dict[str, bytes] = {}
+
+    def begin(self, name: str, *, folder: str) -> asyncio.Future[Any]:
+        place, answer = Path(folder), asyncio.get_running_loop().create_future()
+        if name == "save":
+            (place / "trainer").mkdir(parents=True)
+            (place / "model.safetensors").write_bytes(bytes(9_000_000))
+            (place / "trainer" / "optimizer.safetensors").write_bytes(b"moments")
+            answer.set_result(seal(place))
+        else:
+            self.loaded = {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+            answer.set_result(None)
+        return answer
+
+    async def explain(self) -> Exception:
+        return TrainerLost("it is gone")
+
+
+def test_a_checkpoint_crosses_to_the_launcher_and_back(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    run, theirs, ours = Run(model, takes_trainer=True), tmp_path / "theirs", tmp_path / ".step-4.tmp"
+    options = JoinOptions(role="trainer", url=run.url, token=TOKEN, device="cpu", folder=theirs, wait=0)
+    joining = threading.Thread(target=join, args=(options,), daemon=True)
+    joining.start()
+
+    async def main() -> None:
+        await until(lambda: run.ready)
+        [host], rank = run.ready, Rank(theirs)
+        trainer = JoinedTrainer([rank], hosts=[host], deadline=60)
+        assert host.offer.role == "trainer"
+        files = await trainer.save(ours)
+        assert files == seal(ours) and len(files) == 2
+        (ours / "buffer.wire").write_bytes(b"for the launcher alone")
+        await trainer.load(ours)
+        assert rank.loaded["trainer/optimizer.safetensors"] == b"moments" and len(rank.loaded) == 2
+        assert not any(theirs.iterdir())
+        with pytest.raises(LookupError, match="nor of a checkpoint for this host"):
+            await host.read("buffer.wire", 0, place=f"{theirs}/step-4.tmp-1")
+        monkeypatch.setattr("headrace.launch.joined_trainer.fingerprint", lambda _: [0, 0])
+        with pytest.raises(OSError, match="has changed on its way from"):
+            await trainer.save(ours)
+        host.dismiss()
+        await until(lambda: host.is_gone)
+        with pytest.raises(TrainerLost):
+            await trainer.save(tmp_path / ".step-5.tmp")
+
+    try:
+        asyncio.run(main())
+    finally:
+        run.hosts.close()
+    joining.join(30)
+
+
+def test_a_trainer_may_join_only_where_the_run_waits_for_one(run):
+    with pytest.raises(ConfigError, match="refuses this host: the run trains on the launcher's host; set"):
+        join(JoinOptions(role="trainer", url=run.url, token=TOKEN, device="cpu", wait=0))
+    assert not run.ready
+
+
+def test_ranks_on_several_hosts_hear_what_was_said_before_they_came(tmp_path):
+    def rank(name: str) -> SimpleNamespace:
+        told: list[Any] = []
+        control = SimpleNamespace(notify=lambda _, value: told.append(value["key"]))
+        return SimpleNamespace(name=name, role="trainer", control=control, streams={}, lost=asyncio.Event(), told=told)
+
+    async def main() -> None:
+        recipe = make_recipe({"cluster.listen": "127.0.0.1:0", "cluster.trainer_joins": True, "train.parallel.shard": 2})
+        processes, first, second = ClusterProcesses(recipe, tmp_path), rank("trainer-0"), rank("trainer-1")
+        processes.trainers = [first, second]
+
+        async def connect_as_local(_: object, process: SimpleNamespace) -> dict[str, Any]:
+            process.streams["control"] = process.control
+            return {}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("headrace.launch.local.LocalProcesses._connect", connect_as_local)
+            await processes._connect(first)
+            processes._notices(first)["post"]({"key": "before", "value": "00"})
+            await processes._connect(second)
+        processes._notices(first)["post"]({"key": "after", "value": "00"})
+        assert second.told == ["before", "after"] and not first.told
+
+    asyncio.run(main())
+
+
+def refused(error: Exception) -> Future[int]:
+    failing: Future[int] = Future()
+    failing.set_exception(error)
+    return failing
+
+
 def test_a_run_on_ray_does_not_wait_for_engines_that_have_failed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     said, failed = [], [ConfigError("another version of headrace"), RuntimeError("no such device")]
 
     async def main() -> None:
-        processes = RayProcesses(make_recipe({"orchestrate": "ray", "cluster.listen": "127.0.0.1:0"}), tmp_path)
+        settings = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0", "engine.count": 2}
+        processes = RayProcesses(make_recipe(settings), tmp_path)
         processes._say, processes.first_joined = said.append, asyncio.get_running_loop().create_future()
-        processes._joining = [Future(), Future()]
-        for each, error in zip(processes._joining, failed, strict=True):
+        for label, error in zip(("engine 1", "engine 2"), failed, strict=True):
             assert not processes.first_joined.done()
-            each.set_exception(error)
-            await processes._follow(each)
+            await processes._follow("engine", label, refused(error))
         with pytest.raises(RoleFailed, match="no engine that Ray placed could join"):
             await asyncio.wait_for(processes._first_engine(), 5)
 
+        await processes._follow("trainer", "trainer 0", refused(failed[0]))
+        processes._loop = asyncio.get_running_loop()
+        with pytest.raises(RoleFailed, match="no trainer that Ray placed could join"):
+            await asyncio.wait_for(processes._place_trainers(), 5)
+
     asyncio.run(main())
-    assert said == [f"an engine that Ray placed has failed: {error}" for error in failed]
+    roles = ("engine", "engine", "trainer")
+    assert said == [
+        f"the {role} that Ray placed has failed: {error}" for role, error in zip(roles, [*failed, failed[0]], strict=True)
+    ]
 
 
 def test_hosts_hear_that_the_run_is_over(model):
@@ -459,6 +568,7 @@ def test_hosts_hear_that_the_run_is_over(model):
         ({"listen": "0.0.0.0:7070"}, {}, "set address"),
         ({"listen": "10.0.0.5:7070"}, {"orchestrate": "inline"}, "orchestrate = 'inline' has one engine"),
         ({"listen": "10.0.0.5:7070"}, {"sync": {"transport": "shared_memory"}}, "does not reach the hosts that may join"),
+        ({"trainer_joins": True}, {}, "trainer_joins = true: set cluster.listen"),
         ({"listen": "10.0.0.5:7070"}, {"engine": {"kind": "vllm"}}, "engines that join are native"),
     ],
 )

@@ -14,6 +14,7 @@ from headrace.launch.placement import (
     Placement,
     check_ranks,
     lends,
+    place_of,
     place_on_this_host,
     shares_device,
     threads_of,
@@ -23,6 +24,7 @@ from headrace.settings import ConfigError
 from headrace.sync import TransportConfig
 
 ON_RAY = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0"}
+JOINS = {"cluster.listen": "127.0.0.1:0", "cluster.trainer_joins": True}
 
 
 def placement(role: str, index: int, **settings: object) -> Placement:
@@ -81,7 +83,17 @@ def test_every_rank_of_the_trainer_gets_a_gpu_and_engines_what_is_left(monkeypat
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"engine.count": 2, "train.parallel.shard": 2}
     assert threads_of(make_recipe(settings), "trainer", cores=8) == 2
-    assert threads_of(make_recipe({**settings, **ON_RAY}), "trainer", cores=8) == 4, "no engine is counted on this host"
+    assert threads_of(make_recipe({**settings, **ON_RAY}), cores=8) == 8, "none is counted on this host"
+    assert threads_of(make_recipe({**settings, **JOINS}), "engine", cores=8) == 4, "engines alone are on this host"
+
+
+def test_engines_have_the_gpus_of_a_host_that_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ranks = {"engine.count": 2, "train.parallel.shard": 16}
+    assert [place_of(make_recipe({**ranks, **JOINS}), "engine", index) for index in range(2)] == ["cuda:0", "cuda:1"]
+    check_ranks(make_recipe({**ranks, **JOINS}))
+    assert not shares_device(make_recipe({**ranks, **JOINS}))
 
 
 def test_engines_that_ray_places_share_no_device_with_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,11 +205,16 @@ def test_in_one_process_both_roles_are_one_figure(monkeypatch) -> None:
     assert local.engine_process == local.engine.total + 2 * local.engine.weights, "it sees the trainer's shared memory"
 
 
-def test_engines_that_ray_places_are_not_in_the_memory_of_this_host(monkeypatch) -> None:
+def test_what_runs_elsewhere_is_not_in_the_memory_of_this_host(monkeypatch) -> None:
     free(monkeypatch, 10e9)
-    recipe = make_recipe({"device": "cpu", "orchestrate": "ray", "cluster.listen": "127.0.0.1:0", "engine.count": 8})
-    expected = forecast_memory(recipe, MIDDLING, context=256, longest_prompt=32)
-    assert expected.fullest_device == expected.together == expected.trainer.total + expected.published.exported
+
+    def of(**settings: object):
+        recipe = make_recipe({"device": "cpu", "cluster.listen": "127.0.0.1:0", "engine.count": 8, **settings})
+        return forecast_memory(recipe, MIDDLING, context=256, longest_prompt=32)
+
+    assert of(orchestrate="ray").fullest_device == 0
+    joins = of(**{"cluster.trainer_joins": True})
+    assert joins.fullest_device == joins.together == 8 * joins.engine.total
 
 
 def test_what_fits_is_said_with_its_sizes(gpu) -> None:

@@ -1,0 +1,101 @@
+"""A pool of engines that Ray lets grow and shrink: what is measured, and what is done about it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from headrace.config import make_recipe
+from headrace.launch import on_ray
+from headrace.launch.hosts import Host, HostOffer
+from headrace.launch.on_ray import RayProcesses
+from headrace.launch.scaling import Measured, wanted_change
+from headrace.settings import ConfigError
+
+
+def after(*, waits: float, idles: float, used: float = 1.0, engines: int = 2) -> Measured:
+    """What a minute has added up, of which the trainer waited and the engines idled these shares."""
+    engine = {"decode": 60 * engines * (1 - idles), "wait-gate": 60 * engines * idles}
+    trainer = {"compute": 60 * (1 - waits), "wait-batch": 60 * waits}
+    return Measured(60.0, 5, engine, trainer, (int(100 * used), 100))
+
+
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        (1, {"waits": 0.5, "idles": 0.0}),
+        (0, {"waits": 0.05, "idles": 0.0}),
+        (0, {"waits": 0.5, "idles": 0.3}),  # they take turns, or wait for the scorer
+        (0, {"waits": 0.5, "idles": 0.0, "used": 0.2}),  # a long tail
+        (-1, {"waits": 0.0, "idles": 0.6}),
+        (0, {"waits": 0.0, "idles": 0.4}),  # one alone would be at work for 120 % of the time
+        (-1, {"waits": 0.0, "idles": 0.4, "engines": 4}),
+    ],
+)
+def test_who_waits_decides(change, how):
+    before = Measured(0.0, 0, {}, {}, (0, 0))
+    now = after(**how)
+    assert wanted_change(before, now, num_engines=how.get("engines", 2)) == change
+    assert now.is_enough_since(before)
+    assert not now._replace(time=5.0).is_enough_since(before) and not now._replace(version=2).is_enough_since(before)
+
+
+def test_an_engine_is_asked_for_once_and_given_back_when_it_idles(tmp_path, monkeypatch):
+    killed, said, running = [], [], Future()
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(kill=killed.append))
+    change, sleep = [1], asyncio.sleep
+    monkeypatch.setattr(on_ray, "wanted_change", lambda *_, **__: change[0])
+    monkeypatch.setattr(Measured, "is_enough_since", lambda *_: True)
+    monkeypatch.setattr(Measured, "now", classmethod(lambda cls, *_, version: Measured(0.0, version, {}, {}, (0, 0))))
+    monkeypatch.setattr(on_ray.asyncio, "sleep", lambda _: sleep(0.001))
+
+    async def main() -> None:
+        settings = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0", "engine.max_count": 2}
+        processes = RayProcesses(make_recipe(settings), tmp_path)
+        processes._say = said.append
+
+        def start_actor(role: str, threads: int, where: object) -> tuple[str, SimpleNamespace]:
+            processes._actors["engine 7"] = "an actor"
+            return "engine 7", SimpleNamespace(future=lambda: running)
+
+        monkeypatch.setattr(processes, "_start_actor", start_actor)
+        monkeypatch.setattr(Host, "dismiss", lambda host: (setattr(host, "is_gone", True), running.set_result(0)))
+        scaling = asyncio.ensure_future(processes._scale())
+
+        async def until(holds) -> None:
+            async with asyncio.timeout(30):
+                while not holds():
+                    await sleep(0.001)
+
+        await until(lambda: processes._extra)
+        change[0] = -1
+        await sleep(0.05)
+        assert processes._extra == ["engine 7"] and len(said) == 1, "nothing is decided before it has joined"
+        change[0] = 1
+        offer = HostOffer(host="far", address="10.0.0.9", label="engine 7")
+        processes._host_of["engine-1"] = Host(1, None, asyncio.get_running_loop(), offer=offer)
+        await sleep(0.05)
+        assert len(said) == 1, "there are as many as may be"
+        change[0] = -1
+        await until(lambda: killed)
+        assert killed == ["an actor"] and not processes._extra and not processes._actors
+        await sleep(0.05)
+        assert len(said) == 2 and not scaling.done(), "count engines stay"
+        scaling.cancel()
+
+    asyncio.run(main())
+    assert said == [
+        "the trainer waits for engines: asking Ray for one more (1 + 1)",
+        "the engines idle: one of 2 is given back",
+    ]
+
+
+def test_ranges_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match="only Ray finds room for more engines"):
+        make_recipe({"engine.max_count": 2})
+    with pytest.raises(ConfigError, match="max_count = 2: must be ≥ count = 3, or 0"):
+        make_recipe({"engine.count": 3, "engine.max_count": 2})
