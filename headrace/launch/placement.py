@@ -182,6 +182,8 @@ def why_not_lent(recipe: Recipe) -> str:
         return "orchestrate = 'inline' has one process"
     if engine_kind(recipe.engine).has_server:
         return f"engine.kind = '{recipe.engine.kind}' cannot give memory back to the trainer"
+    if not ranks_here(recipe):
+        return "the trainer is on another host"
     if shares_device(recipe):
         return "engines compute on the trainer's device already"
     if choose_device(recipe) == "cuda" and transport_class(choose_transport(recipe)).needs_gpu_per_end:
@@ -203,5 +205,5 @@ def choose_transport(recipe: Recipe) -> str:
         is_one_process=recipe.is_inline,
         shares_gpu=shares_gpu,
         between_hosts=bool(recipe.cluster.listen),
-        on_this_host=bool(engines_here(recipe)),
+        on_this_host=bool(engines_here(recipe) and ranks_here(recipe)),
     )

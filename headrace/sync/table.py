@@ -59,7 +59,7 @@ def resolve_transport(
     wanted: str, *, is_one_process: bool, shares_gpu: bool, between_hosts: bool = False, on_this_host: bool = True
 ) -> str:
     """Resolve `sync.transport = "auto"`. `shares_gpu`: all engines receive on the trainer's GPU. `between_hosts`: some may
-    receive on other hosts; all of them, unless `on_this_host`."""
+    receive on other hosts; all of them, unless trainer and engines are `on_this_host`."""
     if wanted != "auto":
         return wanted
     if is_one_process:
