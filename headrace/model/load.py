@@ -202,7 +202,7 @@ def _load_without_weights(path: str, *, dtype: str) -> PreTrainedModel | None:
     if not files.has_all:
         return None
     model.generation_config = load_generation(path)
-    model._weight_conversions = files.used
+    cast("Any", model)._weight_conversions = files.used
     put_files(model, files)
     return model
 

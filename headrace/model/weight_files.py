@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from headrace.model.arena import held_tensors
 
@@ -74,9 +74,9 @@ class WeightFiles:
         converter = copy.deepcopy(self._converters[pattern])
         for key, path, pattern_of_key in self._sources[name]:
             with safe_open(path, framework="pt") as file:
-                converter.add_tensor(name, key, pattern_of_key, file.get_tensor(key))
-        made = converter.convert(name, model=self._model, config=self._model.config)[name]
-        return made[0] if isinstance(made, list) else made
+                converter.add_tensor(name, key, pattern_of_key or key, file.get_tensor(key))
+        made: Any = converter.convert(name, model=self._model, config=self._model.config)[name]
+        return cast("Tensor", made[0] if isinstance(made, list) else made)
 
 
 def flat_range(rows: Any, shape: list[int], first: int, stop: int) -> Tensor:  # noqa: ANN401  (safetensors' slice)
@@ -108,7 +108,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
