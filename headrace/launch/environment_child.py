@@ -109,8 +109,11 @@ class _Host:
 
 async def _serve(connection: socket.socket) -> None:
     host = _Host()
-    calls, notices = {"start": host.start, "run": host.run}, {"cancel": host.cancel, "sampled": host.sampled}
-    host.peer = Peer(await open_socket(connection), calls=calls, notices=notices)
+    host.peer = Peer(
+        await open_socket(connection),
+        calls={"start": host.start, "run": host.run},
+        notices={"cancel": host.cancel, "sampled": host.sampled},
+    )
     with contextlib.suppress(StreamClosed):  # the launcher is done
         await host.peer.run()
 
