@@ -48,8 +48,8 @@ async def publish(run: Run, policy: PolicyState, publishing: Awaitable[Published
 
 
 async def _deliver(run: Run, policy: PolicyState, publishing: Awaitable[Published], interrupt: Interrupt) -> None:
-    """Have the engines load the update and verify its hashes, then check the canary. An engine that rejects an update stays on
-    its old version; the update is sent again in full, unless the trainer has moved on and the next one is coming."""
+    """Have the engines load the update and verify its hashes, then check the canary. If every engine rejects an update, they
+    stay on their old version; it is sent again in full, unless the trainer has moved on and the next one is coming."""
     trainer, published = policy.trainer, await publishing
     await run.wake_engines()
     for attempt in range(1, _ATTEMPTS + 1):
@@ -62,7 +62,7 @@ async def _deliver(run: Run, policy: PolicyState, publishing: Awaitable[Publishe
             if not isinstance(error, SyncError) or attempt == _ATTEMPTS:
                 raise
             policy.sync_metrics["failed_syncs"] += 1
-            run.observer.screen.say(f"version {update.version} did not reach every engine: {error}\n  it is sent again, whole")
+            run.observer.screen.say(f"version {update.version} was refused by every engine: {error}\n  it is sent again, whole")
         else:
             break
         try:
