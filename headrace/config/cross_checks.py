@@ -43,8 +43,6 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"model.dtype = '{recipe.model.dtype}': exact = true needs float32"
         if engine.block_size != 16:
             yield f"engine.block_size = {engine.block_size}: exact = true needs 16"
-        if engine.lend:
-            yield "engine.lend = true: what is lent depends on timing, which exact = true does not allow; leave it false"
         if not recipe.staleness.is_gated and buffer_policy(recipe).max_batches is None:
             given = f"staleness.gate = '{recipe.staleness.gate}'"
             yield f"{given}: exact = true needs gate = 'depth' where the buffer has no bound"
@@ -54,11 +52,6 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield (
             f"engine.sleep = '{engine.sleep}': engines that generate while the trainer trains cannot sleep then; set "
             f"staleness.max_lag = 0 or buffer.kind = 'synchronous', or leave it 'never'"
-        )
-    if engine.lend and (partial.pausing.waits_for_rollouts or partial.leases):
-        yield (
-            f"engine.lend = true: rollouts of an engine that is recalled continue on others, whose weights may be newer, which "
-            f"partial.interrupt = '{partial.interrupt}' promises not to happen; set that to 'keep', 'retract' or 'abort'"
         )
     if engine.sleeps and pauses_unfinished(recipe) and partial.pausing.keeps_kv:
         yield (

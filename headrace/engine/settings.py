@@ -138,6 +138,13 @@ def check_engine_kind(recipe: Recipe) -> None:
         raise ConfigError(f"{named}: exact = true needs the embedded engine; set it to 'native'")
     if engine.sleeps and not kind.can_sleep:
         raise ConfigError(f"engine.sleep = '{engine.sleep}': {named} cannot sleep; leave it 'never'")
+    if engine.lend and recipe.exact:
+        raise ConfigError("engine.lend = true: what is lent depends on timing, which exact = true does not allow")
+    if engine.lend and (recipe.partial.pausing.waits_for_rollouts or recipe.partial.leases):
+        raise ConfigError(
+            f"engine.lend = true: rollouts of an engine that is recalled continue on others, whose weights may be newer, which "
+            f"partial.interrupt = '{recipe.partial.interrupt}' promises not to happen; set that to 'keep', 'retract' or 'abort'"
+        )
     for name, is_wanted, can_record in (
         ("record_routing", engine.record_routing, kind.records_routing),
         ("record_entropy", engine.record_entropy, kind.records_entropy),
