@@ -1,16 +1,25 @@
-"""An engine over a fake vLLM server."""
+"""A pool of engines, and an engine over a fake vLLM server."""
 
 from __future__ import annotations
 
 import contextlib
 
 import pytest
+import torch
 from fake_vllm import engine_over
+from pooled import pooled
 
 from headrace.engine.vllm.handover import FolderHandover
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.sync import Lineage, MemoryTransport, WeightSync
+
+
+@pytest.fixture
+def bench(tiny_model):
+    """A pool that engines may join, open while a test runs (`Pooled`)."""
+    torch.manual_seed(0)
+    return pooled(tiny_model)
 
 
 @pytest.fixture

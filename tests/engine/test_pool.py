@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from pooled import Far, Pooled, pooled
 
 from headrace.engine import PromptTooLong, remote_engine, worker
 from headrace.engine.request import append_call
@@ -25,13 +24,9 @@ from headrace.rpc import Peer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pooled import Far, Pooled
+
     from headrace.records import WeightUpdate
-
-
-@pytest.fixture
-def bench(tiny_model: str) -> Any:
-    torch.manual_seed(0)
-    return pooled(tiny_model)
 
 
 def prompt(name: str = "r", *, length: int = 6, seed: int = 0) -> Rollout:

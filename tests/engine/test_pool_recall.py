@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from test_pool import prompt, run, slow, until
+from test_pool import prompt, slow, until
 
 from headrace.records import FinishReason, Rollout, Sampling
 
@@ -25,59 +25,50 @@ async def to_the_end(bench: Pooled, name: str) -> Rollout:
     return rollout
 
 
-def test_a_recalled_engine_hands_back_what_it_has_started_and_what_it_has_not(tiny_model):
-    async def check(bench: Pooled) -> None:
-        first, spare = [await bench.join(slots=2) for _ in range(2)]
-        await until(lambda: first.remote.credit == spare.remote.credit == 4)
-        for far in (first, spare):
-            slow(far, 0.005)
-        calls = [asyncio.ensure_future(to_the_end(bench, f"r{i}")) for i in range(8)]
-        await until(lambda: spare.core.num_running == 2 and spare.core.num_sampled > 10)
-        await bench.pool.recall(spare.remote)
-        assert bench.pool.engines == [first.remote] and not spare.remote.requests and not spare.worker._requests
-        assert not any(call.done() for call in calls)
-        await until(lambda: spare.remote.credit == 4)
-        await bench.pool.join(spare.remote)
-        more = [asyncio.ensure_future(to_the_end(bench, f"s{i}")) for i in range(8)]
-        done = await asyncio.gather(*calls, *more)
-        assert all(rollout.num_sampled == 40 and rollout.finish_reason is FinishReason.LENGTH for rollout in done)
-        cut = [rollout for rollout in done if len(rollout.calls) > 1]
-        assert 1 <= len(cut) <= 2 and all(rollout.calls[0].engine == spare.name for rollout in cut), "those it had started"
-        assert any(rollout.calls[-1].engine == spare.name for rollout in done[8:]), "it works again"
-        sampled = Counter[str]()
-        for call in (call for rollout in done for call in rollout.calls):
-            sampled[call.engine] += call.stop - call.start
-        assert bench.pool.num_sampled == sampled, "each token is counted once, where it was sampled"
-
-    run(check, tiny_model)
+async def test_a_recalled_engine_hands_back_what_it_has_started_and_what_it_has_not(bench: Pooled):
+    first, spare = [await bench.join(slots=2) for _ in range(2)]
+    await until(lambda: first.remote.credit == spare.remote.credit == 4)
+    for far in (first, spare):
+        slow(far, 0.005)
+    calls = [asyncio.ensure_future(to_the_end(bench, f"r{i}")) for i in range(8)]
+    await until(lambda: spare.core.num_running == 2 and spare.core.num_sampled > 10)
+    await bench.pool.recall(spare.remote)
+    assert bench.pool.engines == [first.remote] and not spare.remote.requests and not spare.worker._requests
+    assert not any(call.done() for call in calls)
+    await until(lambda: spare.remote.credit == 4)
+    await bench.pool.join(spare.remote)
+    more = [asyncio.ensure_future(to_the_end(bench, f"s{i}")) for i in range(8)]
+    done = await asyncio.gather(*calls, *more)
+    assert all(rollout.num_sampled == 40 and rollout.finish_reason is FinishReason.LENGTH for rollout in done)
+    cut = [rollout for rollout in done if len(rollout.calls) > 1]
+    assert 1 <= len(cut) <= 2 and all(rollout.calls[0].engine == spare.name for rollout in cut), "those it had started"
+    assert any(rollout.calls[-1].engine == spare.name for rollout in done[8:]), "it works again"
+    sampled = Counter[str]()
+    for call in (call for rollout in done for call in rollout.calls):
+        sampled[call.engine] += call.stop - call.start
+    assert bench.pool.num_sampled == sampled, "each token is counted once, where it was sampled"
 
 
-def test_who_joins_gets_calls_that_the_others_have_not_started(tiny_model):
-    async def check(bench: Pooled) -> None:
-        first = await bench.join(slots=2)
-        await until(lambda: first.remote.credit == 4)
-        slow(first, 0.02)
-        calls = [asyncio.ensure_future(to_the_end(bench, f"r{i}")) for i in range(4)]
-        await until(lambda: first.core.num_running == 2 and len(first.worker._requests) == 4)
-        spare = await bench.join(slots=2)
-        await until(lambda: spare.remote.credit == 4)
-        bench.pool.relieve(spare.remote)
-        done = await asyncio.gather(*calls)
-        assert Counter(rollout.calls[0].engine for rollout in done) == {first.name: 2, spare.name: 2}
-        assert all(len(rollout.calls) == 1 for rollout in done), "what had started stays"
-
-    run(check, tiny_model)
+async def test_who_joins_gets_calls_that_the_others_have_not_started(bench: Pooled):
+    first = await bench.join(slots=2)
+    await until(lambda: first.remote.credit == 4)
+    slow(first, 0.02)
+    calls = [asyncio.ensure_future(to_the_end(bench, f"r{i}")) for i in range(4)]
+    await until(lambda: first.core.num_running == 2 and len(first.worker._requests) == 4)
+    spare = await bench.join(slots=2)
+    await until(lambda: spare.remote.credit == 4)
+    bench.pool.relieve(spare.remote)
+    done = await asyncio.gather(*calls)
+    assert Counter(rollout.calls[0].engine for rollout in done) == {first.name: 2, spare.name: 2}
+    assert all(len(rollout.calls) == 1 for rollout in done), "what had started stays"
 
 
-def test_an_engine_lost_while_it_is_recalled_keeps_nobody_waiting(tiny_model):
-    async def check(bench: Pooled) -> None:
-        first, spare = [await bench.join(slots=2) for _ in range(2)]
-        await until(lambda: first.remote.credit == spare.remote.credit == 4)
-        calls = [asyncio.ensure_future(to_the_end(bench, f"r{i}")) for i in range(8)]
-        await until(lambda: bool(spare.remote.requests))
-        spare.data.notices["recall"] = lambda _: spare.kill()
-        await bench.pool.recall(spare.remote)
-        assert bench.pool.engines == [first.remote]
-        assert all(rollout.num_sampled == 40 for rollout in await asyncio.gather(*calls))
-
-    run(check, tiny_model)
+async def test_an_engine_lost_while_it_is_recalled_keeps_nobody_waiting(bench: Pooled):
+    first, spare = [await bench.join(slots=2) for _ in range(2)]
+    await until(lambda: first.remote.credit == spare.remote.credit == 4)
+    calls = [asyncio.ensure_future(to_the_end(bench, f"r{i}")) for i in range(8)]
+    await until(lambda: bool(spare.remote.requests))
+    spare.data.notices["recall"] = lambda _: spare.kill()
+    await bench.pool.recall(spare.remote)
+    assert bench.pool.engines == [first.remote]
+    assert all(rollout.num_sampled == 40 for rollout in await asyncio.gather(*calls))

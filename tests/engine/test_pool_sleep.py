@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import pytest
-from pooled import pooled
 from test_pool import Gate, Policy, prompt, until
 
 from headrace.partial import Interrupt
@@ -14,11 +12,6 @@ from headrace.records import Sampling
 
 if TYPE_CHECKING:
     from pooled import Far, Pooled
-
-
-@pytest.fixture
-def bench(tiny_model: str) -> Any:
-    return pooled(tiny_model)
 
 
 def held(far: Far) -> int:
