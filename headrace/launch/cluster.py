@@ -10,6 +10,7 @@ first places offered; when one is lost, they start again on the places that are 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import secrets
@@ -23,7 +24,7 @@ from headrace.launch.placement import Placement
 from headrace.launch.process import RoleFailed, RoleProcess
 from headrace.launch.settings import read_token
 from headrace.model import ModelError
-from headrace.rpc import Listener
+from headrace.rpc import Listener, StreamClosed
 from headrace.settings import ConfigError
 from headrace.sync import transport_class
 from headrace.tls import make_certificate
@@ -181,7 +182,7 @@ class ClusterProcesses(LocalProcesses):
             self._host_of[name], self._devices[name] = host, device
         self._posted = {}
         self.trainers = self._start_trainers()
-        self._say("".join(f"{each.name} on {each.placement.host} ({each.placement.device})\n" for each in self.trainers)[:-1])
+        self._say("\n".join(f"{each.name} on {each.placement.host} ({each.placement.device})" for each in self.trainers))
 
     def _trainer_places(self) -> list[tuple[Host, str]]:
         self._trainer_hosts = [host for host in self._trainer_hosts if not host.is_gone]
@@ -202,8 +203,9 @@ class ClusterProcesses(LocalProcesses):
         """Tell the other ranks what one says of where it is; those that are not connected yet hear it then."""
         self._posted[told["key"]] = told["value"]
         for rank in self.trainers:
-            if rank is not sender and rank.streams and not rank.lost.is_set():
-                rank.control.notify("post", told)
+            if rank is not sender:
+                with contextlib.suppress(StreamClosed):
+                    rank.control.notify("post", told)
 
     async def _connect(self, process: RoleProcess) -> dict[str, asyncio.Future[Stream]]:
         arriving = await super()._connect(process)

@@ -27,7 +27,7 @@ from headrace.launch.joining import JoinOptions, _Joiner, join
 from headrace.launch.model_files import HostModel, fetch_model, list_files, read_piece
 from headrace.launch.on_ray import RayProcesses
 from headrace.launch.placement import Order, Placement
-from headrace.launch.process import RoleFailed, TrainerLost
+from headrace.launch.process import RoleFailed, RoleProcess, TrainerLost
 from headrace.launch.settings import ClusterSettings, read_token
 from headrace.records import frames
 from headrace.rpc import Peer, RemoteError, connect
@@ -374,13 +374,12 @@ def test_a_host_that_falls_silent_is_gone_after_the_heartbeat(model):
         run.hosts.close()
 
 
-def test_a_host_joins_again_when_the_launcher_has_been_silent(model, monkeypatch, tmp_path, capsys):
+def test_a_host_joins_again_when_the_launcher_has_been_silent(monkeypatch, capsys):
     async def silent(*_: object) -> None:
         pass
 
     monkeypatch.setattr(Hosts, "_keep_pinging", silent)
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
-    run = Run(model, heartbeat=0.1)
+    run = Run("name/of-the-hub", heartbeat=0.1)  # nothing to fetch in that time
     joining = threading.Thread(target=join, args=(JoinOptions(url=run.url, token=TOKEN, device="cpu", wait=0),), daemon=True)
     joining.start()
     try:
@@ -491,29 +490,26 @@ def test_a_trainer_may_join_only_where_the_run_waits_for_one(run):
 
 
 def test_ranks_on_several_hosts_hear_what_was_said_before_they_came(tmp_path):
-    def rank(name: str) -> SimpleNamespace:
-        told: list[Any] = []
-        control = SimpleNamespace(notify=lambda _, value: told.append(value["key"]))
-        return SimpleNamespace(name=name, role="trainer", control=control, streams={}, lost=asyncio.Event(), told=told)
+    told: dict[str, list[str]] = {"trainer-0": [], "trainer-1": []}
+
+    async def connect_as_local(_: object, process: RoleProcess) -> dict[str, Any]:
+        process.streams["control"] = SimpleNamespace(notify=lambda _, value: told[process.name].append(value["key"]))
+        return {}
 
     async def main() -> None:
         recipe = make_recipe({"cluster.listen": "127.0.0.1:0", "cluster.trainer_joins": True, "train.parallel.shard": 2})
-        processes, first, second = ClusterProcesses(recipe, tmp_path), rank("trainer-0"), rank("trainer-1")
-        processes.trainers = [first, second]
-
-        async def connect_as_local(_: object, process: SimpleNamespace) -> dict[str, Any]:
-            process.streams["control"] = process.control
-            return {}
-
+        processes = ClusterProcesses(recipe, tmp_path)
+        processes.trainers = [RoleProcess(name, "trainer", handle=None, placement=None) for name in told]
+        first, second = processes.trainers
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("headrace.launch.local.LocalProcesses._connect", connect_as_local)
             await processes._connect(first)
             processes._notices(first)["post"]({"key": "before", "value": "00"})
             await processes._connect(second)
         processes._notices(first)["post"]({"key": "after", "value": "00"})
-        assert second.told == ["before", "after"] and not first.told
 
     asyncio.run(main())
+    assert told == {"trainer-0": [], "trainer-1": ["before", "after"]}
 
 
 def refused(error: Exception) -> Future[int]:
