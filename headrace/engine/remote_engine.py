@@ -312,6 +312,9 @@ class RemoteEngine:
     def _take_missing(self, keys: list[int]) -> None:
         """It has no longer what it was sent the rest of."""
         assert self.data is not None
+        if self.is_leaving:  # sent again behind a recall, they would stay with an engine that sleeps
+            self.credit += len(keys)
+            return self._take_returned(keys)
         requests = [self.requests[key] for key in keys if key in self.requests]
         if len(requests) < len(keys):  # cancelled meanwhile: the engine has never heard of them
             self.credit += len(keys) - len(requests)

@@ -72,3 +72,34 @@ async def test_an_engine_lost_while_it_is_recalled_keeps_nobody_waiting(bench: P
     await bench.pool.recall(spare.remote)
     assert bench.pool.engines == [first.remote]
     assert all(rollout.num_sampled == 40 for rollout in await asyncio.gather(*calls))
+
+
+async def test_what_an_engine_misses_when_it_is_recalled_goes_to_another(bench: Pooled):
+    """It is not sent to the one that leaves again: that would sleep with it."""
+    spare = await bench.join(slots=2)
+    begun = await bench.pool.generate(prompt(), SAMPLING)
+    first = await bench.join(slots=2)
+    await until(lambda: first.remote.credit == spare.remote.credit == 4)
+    spare.worker._held.clear()
+    take, recalls = spare.remote._take_missing, list[asyncio.Task[None]]()
+
+    def recall_first(keys: list[int]) -> None:
+        recalls.append(asyncio.ensure_future(bench.pool.recall(spare.remote)))
+        asyncio.get_running_loop().call_soon(take, keys)
+
+    spare.remote.data.notices["missing"] = recall_first
+    call = asyncio.ensure_future(bench.pool.generate(begun.append([7]), SAMPLING))
+    await until(lambda: bool(recalls))
+    await recalls[0]
+    assert not spare.remote.requests and spare.remote.credit == 4
+    assert [each.engine for each in (await call).calls] == [spare.name, first.name]
+
+
+async def test_none_is_given_back_if_none_is_asked_for(bench: Pooled):
+    far = await bench.join(slots=2)
+    await until(lambda: far.remote.credit == 4)
+    slow(far, 0.005)
+    calls = [asyncio.ensure_future(to_the_end(bench, f"r{i}")) for i in range(4)]
+    await until(lambda: far.core.num_running == 2 and len(far.worker._requests) == 4)
+    assert await far.engine.take_back(0) == []
+    assert all(rollout.num_sampled == 40 for rollout in await asyncio.gather(*calls))

@@ -184,7 +184,8 @@ class NativeEngine:
 
     async def take_back(self, count: int) -> list[Request]:
         def act() -> list[Request]:
-            requests = self.core.scheduler.waiting()[-count:]
+            waiting = self.core.scheduler.waiting()
+            requests = waiting[max(0, len(waiting) - count) :]
             for request in requests:
                 self.core.cancel(request)
             return requests
