@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from test_pool import prompt, slow, until
 
+from headrace.partial import Interrupt
 from headrace.records import FinishReason, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ async def test_a_recalled_engine_hands_back_what_it_has_started_and_what_it_has_
     first, spare = [await bench.join(slots=2) for _ in range(2)]
     await until(lambda: first.remote.credit == spare.remote.credit == 4)
     for far in (first, spare):
-        slow(far, 0.005)
+        slow(far, 0.05)
     calls = [asyncio.ensure_future(to_the_end(bench, f"r{i}")) for i in range(8)]
     await until(lambda: spare.core.num_running == 2 and spare.core.num_sampled > 10)
     await bench.pool.recall(spare.remote)
     assert bench.pool.engines == [first.remote] and not spare.remote.requests and not spare.worker._requests
     assert not any(call.done() for call in calls)
+    for far in (first, spare):
+        del far.core.step  # fast again
     await until(lambda: spare.remote.credit == 4)
     await bench.pool.join(spare.remote)
     more = [asyncio.ensure_future(to_the_end(bench, f"s{i}")) for i in range(8)]
@@ -50,13 +53,12 @@ async def test_a_recalled_engine_hands_back_what_it_has_started_and_what_it_has_
 
 
 async def test_who_joins_gets_calls_that_the_others_have_not_started(bench: Pooled):
-    first = await bench.join(slots=2)
-    await until(lambda: first.remote.credit == 4)
+    first, spare = await bench.join(slots=2), await bench.start(slots=2, context=96)
+    await until(lambda: first.remote.credit == spare.remote.credit == 4)
     slow(first, 0.02)
     calls = [asyncio.ensure_future(to_the_end(bench, f"r{i}")) for i in range(4)]
     await until(lambda: first.core.num_running == 2 and len(first.worker._requests) == 4)
-    spare = await bench.join(slots=2)
-    await until(lambda: spare.remote.credit == 4)
+    await bench.pool.join(spare.remote)
     bench.pool.relieve(spare.remote)
     done = await asyncio.gather(*calls)
     assert Counter(rollout.calls[0].engine for rollout in done) == {first.name: 2, spare.name: 2}
@@ -97,9 +99,9 @@ async def test_what_an_engine_misses_when_it_is_recalled_goes_to_another(bench: 
 
 async def test_none_is_given_back_if_none_is_asked_for(bench: Pooled):
     far = await bench.join(slots=2)
-    await until(lambda: far.remote.credit == 4)
-    slow(far, 0.005)
+    await far.engine.pause(Interrupt.KEEP)
     calls = [asyncio.ensure_future(to_the_end(bench, f"r{i}")) for i in range(4)]
-    await until(lambda: far.core.num_running == 2 and len(far.worker._requests) == 4)
+    await until(lambda: far.core.scheduler.num_waiting == 4)
     assert await far.engine.take_back(0) == []
+    await far.engine.resume()
     assert all(rollout.num_sampled == 40 for rollout in await asyncio.gather(*calls))
