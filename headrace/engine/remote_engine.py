@@ -310,8 +310,11 @@ class RemoteEngine:
                 request.on_failed(_REFUSALS.get(kind, WireError)(message))
 
     def _take_missing(self, keys: list[int]) -> None:
-        """It has no longer what it was sent the rest of."""
+        """It has no longer what it was sent the rest of: it is sent the whole, or if it leaves another engine is."""
         assert self.data is not None
+        if self.is_leaving:
+            self.credit += len(keys)
+            return self._take_returned(keys)
         requests = [self.requests[key] for key in keys if key in self.requests]
         if len(requests) < len(keys):  # cancelled meanwhile: the engine has never heard of them
             self.credit += len(keys) - len(requests)
