@@ -93,6 +93,7 @@ class EnginePool:
         engine.requests.clear()
         for request in requests:
             if request.known is not None:
+                self.num_sampled[engine.name] += request.num_known
                 request.on_done(request.in_flight().partial())
             else:
                 request.engine = None
@@ -118,9 +119,13 @@ class EnginePool:
     def relieve(self, engine: RemoteEngine) -> None:
         """Have the others give an engine that has joined as many calls as it has slots, of those they have not started."""
         others = [each for each in self.engines if each is not engine and each.data is not None]
-        for other in others:
+        others.sort(key=lambda each: len(each.requests), reverse=True)
+        wanted = engine.num_free_slots
+        for place, other in enumerate(others[: max(0, wanted)]):
+            share = -(-wanted // (len(others) - place))
+            wanted -= share
             with contextlib.suppress(StreamClosed):  # it is lost, which its supervisor sees
-                other.give_back(-(-engine.num_free_slots // len(others)), to=engine)
+                other.give_back(share, to=engine)
 
     def on_returned(self, engine: RemoteEngine, requests: list[PoolRequest]) -> None:
         """An engine has given calls back: they go to the one that relieves it, or wait again."""

@@ -310,7 +310,7 @@ class RemoteEngine:
                 request.on_failed(_REFUSALS.get(kind, WireError)(message))
 
     def _take_missing(self, keys: list[int]) -> None:
-        """It has no longer what it was sent the rest of."""
+        """It has no longer what it was sent the rest of: it is sent the whole, or if it leaves another engine is."""
         assert self.data is not None
         if self.is_leaving:  # sent again behind a recall, they would stay with an engine that sleeps
             self.credit += len(keys)

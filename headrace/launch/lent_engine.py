@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from headrace.errors import SyncError
@@ -17,12 +18,12 @@ class LentEngine:
     def __init__(self, pool: EnginePool, name: str) -> None:
         self._pool, self._name = pool, name
         self._engine: RemoteEngine | None = None
-        self._is_awake = True
+        self._is_awake = False
 
     async def take(self, engine: RemoteEngine) -> None:
-        """Its process has started, or is back."""
-        self._engine, self._is_awake = engine, True
-        await self._sleep(engine)
+        """Its process has started, or is back. It is not lent before it sleeps: else it would be taken for asleep then."""
+        await engine.call("sleep", weights=True)
+        self._engine, self._is_awake = engine, False
 
     async def lend(self) -> bool:
         engine = self._engine
@@ -32,10 +33,10 @@ class LentEngine:
             self._is_awake = True
             await engine.call("wake")
             await self._pool.join(engine)
-        except StreamClosed:
-            self._pool.lose(engine)
+        except SyncError:  # the trainer is lost, or has moved on twice meanwhile
             return False
-        except (SyncError, RemoteError):  # the trainer is lost, or has moved on twice meanwhile
+        except (StreamClosed, RemoteError) as error:
+            self._let_go(engine, error)
             return False
         self._pool.relieve(engine)
         return True
@@ -46,14 +47,20 @@ class LentEngine:
             return
         if engine in self._pool.engines:
             await self._pool.recall(engine)
+        if (catching_up := self._pool.delivery.catching_up.get(engine)) is not None:
+            await asyncio.wait([catching_up])  # which takes its weights
         try:
-            await self._sleep(engine)
-        except StreamClosed:
-            self._pool.lose(engine)
+            await engine.call("sleep", weights=True)
+            self._is_awake = False
+        except (StreamClosed, RemoteError) as error:
+            self._let_go(engine, error)
 
-    async def _sleep(self, engine: RemoteEngine) -> None:
-        await engine.call("sleep", weights=True)
-        self._is_awake = False
+    def _let_go(self, engine: RemoteEngine, error: Exception) -> None:
+        """Disconnect an engine that may hold memory which the trainer needs: its process ends, and is restarted."""
+        if isinstance(error, RemoteError):
+            self._pool.delivery.say(f"{engine.name} cannot be lent and is let go: {error}")
+        self._pool.lose(engine)
+        engine.control.stream.close()
 
     def num_sampled(self) -> tuple[int, int]:
         sampled = self._pool.num_sampled

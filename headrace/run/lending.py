@@ -116,11 +116,18 @@ class Lending:
         """When it was lent."""
         self._seconds, self._times = 0.0, 0
         self._at_start = lender.num_sampled()
-        self._at_version = (time.perf_counter(), 0.0, self._at_start)
+        self._at_version: tuple[float, float, tuple[int, int]] | None = None
+        """When the last version was trained, and what was counted by then."""
 
     def trainer_is_idle(self) -> None:
         """The trainer has run out of work."""
         self.is_possible, self._is_wanted_back = self.rule.is_on, False
+        self._at_version = self._at_version or self._now()  # the first version begins here, not before the first evaluation
+
+    def _now(self) -> tuple[float, float, tuple[int, int]]:
+        """(seconds on a clock, seconds lent so far, tokens sampled so far)."""
+        now = time.perf_counter()
+        return now, self._seconds + (0.0 if self._since is None else now - self._since), self._lender.num_sampled()
 
     def is_worth(self, *, missing: int, calls: int, num_engines: int) -> bool:
         """Whether to `lend` now."""
@@ -152,8 +159,8 @@ class Lending:
     def trained(self) -> dict[str, float]:
         """A version is trained; returns its metrics: the share of its time in which the device was lent, and of the sampled
         tokens that the lent engine sampled."""
-        now = (time.perf_counter(), self._seconds, self._lender.num_sampled())
-        before, self._at_version = self._at_version, now
+        now = self._now()
+        before, self._at_version = self._at_version or now, now
         seconds, lent = now[0] - before[0], now[1] - before[1]
         own, every = (new - old for new, old in zip(now[2], before[2], strict=True))
         self.rule.observe(seconds=seconds, tokens=every)
@@ -164,7 +171,7 @@ class Lending:
         own, every = (now - before for now, before in zip(self._lender.num_sampled(), self._at_start, strict=True))
         return {
             "times": self._times,
-            "seconds": self._seconds,
+            "seconds": self._now()[1],
             "tokens": own,
             "share": own / max(every, 1),
             "gain": self.rule.gain,

@@ -284,7 +284,8 @@ class Run:
 
     def lend(self, policy: PolicyState) -> None:
         """If the trainer has nothing to do, its device may be lent: now, or at a later `note_load`, if that pays then."""
-        if self.lending is not None and not policy.started:
+        is_over = self.is_stopping or policy.version >= self.leg_end  # no batch follows, and nobody would recall it
+        if self.lending is not None and not policy.started and not is_over:
             self.lending.trainer_is_idle()
             self.note_load()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from test_pool import prompt, slow, until
 
+from headrace.launch.lent_engine import LentEngine
 from headrace.partial import Interrupt
 from headrace.records import FinishReason, Rollout, Sampling
 
@@ -105,3 +106,67 @@ async def test_none_is_given_back_if_none_is_asked_for(bench: Pooled):
     assert await far.engine.take_back(0) == []
     await far.engine.resume()
     assert all(rollout.num_sampled == 40 for rollout in await asyncio.gather(*calls))
+
+
+async def test_a_lost_engines_tokens_that_are_kept_are_counted(bench: Pooled):
+    far = await bench.join(slots=1)
+    slow(far, 0.005)
+    call = asyncio.ensure_future(bench.pool.generate(prompt("r"), Sampling(max_tokens=80, min_tokens=80)))
+
+    def is_known() -> bool:
+        far.worker._told_at = 0.0  # the next step's report is due
+        return any(request.num_known for request in far.requests)
+
+    await until(is_known)
+    bench.pool.lose(far.remote)
+    assert bench.pool.num_sampled == {far.name: (await call).num_sampled}
+
+
+async def test_who_joins_is_given_no_more_calls_than_it_has_slots(bench: Pooled):
+    others = [await bench.join(slots=1) for _ in range(3)]
+    spare = await bench.join(slots=2)
+    await until(lambda: spare.remote.credit == 4)
+    asked: dict[str, int] = {}
+    for far in others:
+        far.data.notices["give_back"] = lambda count, name=far.name: asked.update({name: count})
+    others[1].remote.requests.update(dict.fromkeys(range(2)))
+    bench.pool.relieve(spare.remote)
+    others[1].remote.requests.clear()
+    await until(lambda: len(asked) == 2)
+    assert asked == {others[1].name: 1, others[0].name: 1}, "the fullest first"
+
+
+async def test_an_engine_that_cannot_wake_or_sleep_is_let_go_and_says_why(bench: Pooled):
+    said: list[str] = []
+    bench.pool.delivery.say = said.append
+
+    async def fail(**_: object) -> None:
+        raise MemoryError("the device is full")
+
+    for name, lends in (("wake", False), ("sleep", True)):
+        lent, far = LentEngine(bench.pool, "spare"), await bench.start(slots=2, context=96)
+        await lent.take(far.remote)
+        far.control.calls[name] = fail
+        assert await lent.lend() is lends
+        await lent.recall()
+        assert far.remote.is_lost and not bench.pool.engines and "the device is full" in said.pop()
+        assert not await lent.lend(), "until it is back"
+
+
+async def test_an_engine_is_not_lent_before_it_sleeps(bench: Pooled):
+    lent, far, may_sleep = LentEngine(bench.pool, "spare"), await bench.start(slots=2, context=96), asyncio.Event()
+    sleep = far.control.calls["sleep"]
+
+    async def slow_sleep(**arguments: object) -> None:
+        await may_sleep.wait()
+        await sleep(**arguments)
+
+    far.control.calls["sleep"] = slow_sleep
+    taking = asyncio.ensure_future(lent.take(far.remote))
+    await asyncio.sleep(0)
+    assert not await lent.lend()
+    may_sleep.set()
+    await taking
+    assert await lent.lend() and bench.pool.engines == [far.remote]
+    await lent.recall()
+    assert not bench.pool.engines and far.core.is_asleep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -104,5 +105,27 @@ def test_an_engine_that_is_lost_is_not_lent():
         await lending.lend()
         await lending.recall()
         assert lending.summary()["times"] == lending.summary()["seconds"] == 0
+
+    asyncio.run(check())
+
+
+def test_times_are_counted_from_when_the_trainer_first_waits_to_the_end(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    async def check() -> None:
+        lending = Lending(make_recipe({}), Spare(), on_change=lambda: None)
+        clock[0] = 100.0  # the evaluation before RL has ended
+        lending.trainer_is_idle()
+        await lending.lend()
+        clock[0] = 104.0
+        await lending.recall()
+        clock[0] = 110.0
+        assert lending.trained()["lend/time"] == pytest.approx(0.4)
+        assert lending.rule._period == 10.0
+        lending.trainer_is_idle()
+        await lending.lend()
+        clock[0] = 115.0
+        assert lending.summary()["seconds"] == pytest.approx(4 + 5), "it is still lent"
 
     asyncio.run(check())
