@@ -588,6 +588,11 @@ def test_hosts_hear_that_the_run_is_over(model):
         ({"listen": "10.0.0.5:7070"}, {"orchestrate": "inline"}, "orchestrate = 'inline' has one engine"),
         ({"listen": "10.0.0.5:7070"}, {"sync": {"transport": "shared_memory"}}, "does not reach the hosts that may join"),
         ({"trainer_joins": True}, {}, "trainer_joins = true: set cluster.listen"),
+        (
+            {"listen": "10.0.0.5:7070", "trainer_joins": True},
+            {"sync": {"transport": "shared_memory+http"}},
+            "no engine is on the host of a trainer that joins",
+        ),
         ({"listen": "10.0.0.5:7070"}, {"engine": {"kind": "vllm"}}, "engines that join are native"),
     ],
 )
