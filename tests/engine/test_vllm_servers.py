@@ -127,6 +127,18 @@ def test_what_ranks_publish_is_written_once_for_all_servers(tiny_model, tmp_path
     asyncio.run(main())
 
 
+def test_a_server_alone_needs_room_for_one_file(tmp_path, monkeypatch):
+    found: list[list[str]] = []
+    monkeypatch.setattr(
+        handover_module, "save_file", lambda _, path: found.append([each.name for each in tmp_path.glob("*/*")])
+    )
+    way = FolderHandover(tmp_path / "servers")
+    for name in ("1", "2", "2"):
+        way.prepare({}, name=name)
+    way.close()
+    assert found == [["1"], ["2"]]
+
+
 def test_a_folder_stays_while_a_process_uses_it(tmp_path):
     one, other = SharedFolders(tmp_path / "all"), SharedFolders(tmp_path / "all")
     names: list[str] = []
