@@ -90,10 +90,11 @@ class WeightFiles:
             return flat_range(rows, shape, first, stop) if shape else file.get_tensor(key).reshape(1)[first:stop]
 
     def _converted(self, name: str, pattern: str) -> Tensor:
-        converter = copy.deepcopy(self._converters[pattern])
-        for key, path, pattern_of_key in self._sources[name]:
-            with safe_open(path, framework="pt") as file:
-                converter.add_tensor(name, key, pattern_of_key or key, file.get_tensor(key))
+        converter, sources = copy.deepcopy(self._converters[pattern]), self._sources[name]
+        with contextlib.ExitStack() as stack:  # each file is opened once: a layer may have hundreds of experts in it
+            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {each[1] for each in sources}}
+            for key, path, pattern_of_key in sources:
+                converter.add_tensor(name, key, pattern_of_key or key, opened[path].get_tensor(key))
         made: Any = converter.convert(name, model=self._model, config=self._model.config)[name]
         return cast("Tensor", made[0] if isinstance(made, list) else made)
 
