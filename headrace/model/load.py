@@ -193,8 +193,8 @@ def load_model(
 def _load_without_weights(path: str, *, dtype: str) -> PreTrainedModel | None:
     """A model whose parameters are on the meta device and wait in its files. None if only transformers can read those."""
     config = load_config(path)
-    if getattr(config, "quantization_config", None) is not None:
-        return None
+    if any(getattr(config, name, None) is not None for name in ("quantization_config", "transformers_weights")):
+        return None  # quantized, or in a file of another name
     with _explained(path, "model"):
         with parameters_on_meta():
             model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)))

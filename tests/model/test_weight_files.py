@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -65,6 +67,10 @@ def test_what_cannot_be_read_by_ranges_is_loaded_whole(tmp_path: Path) -> None:
     for lora in (LoraSettings(rank=4, whole=("lm_head",)), None):
         model = load_model(str(tmp_path), lora=lora, in_parts=True)
         assert (take_files(model) is None) == any(not each.is_meta for each in model.parameters()) == (lora is not None)
+    shutil.copy(tmp_path / "model.safetensors", tmp_path / "other.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+    assert take_files(load_model(str(tmp_path), in_parts=True)) is None, "its config names another file"
 
 
 @pytest.mark.parametrize(
