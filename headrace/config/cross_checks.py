@@ -74,6 +74,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"{setting}: does not go with orchestrate = '{recipe.orchestrate}'; leave it auto"
         if recipe.cluster.listen and not chosen.between_hosts:
             yield f"{setting}: does not reach the hosts that may join (cluster.listen); leave it auto"
+        if recipe.cluster.trainer_joins and chosen.between_hosts not in ("", transport):
+            yield f"{setting}: no engine is on the host of a trainer that joins (cluster.trainer_joins); leave it auto"
         if chosen.needs_gpu and recipe.device == "cpu":
             yield f"{setting}: device = 'cpu' has no GPU memory to share; leave it auto"
     if recipe.lora.is_on and recipe.train.reference_every:

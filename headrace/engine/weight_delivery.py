@@ -53,6 +53,8 @@ class WeightDelivery:
                 self.wanted = before
             raise
         for engine, loading in late.items():
+            if engine.is_leaving:  # it may sleep by now; if it joins again, it loads the newest weights first
+                continue
             engine.is_behind = True
             if loading.done():
                 self.say(f"{engine.name} refused version {update.version}, and is sent it again alone: {loading.exception()}")

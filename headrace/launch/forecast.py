@@ -139,7 +139,8 @@ def forecast_memory(
         on_gpu=on_gpu,
         total=torch.cuda.mem_get_info()[1] if on_gpu else 0,
     )
-    published_bytes, shapes = engine.weights, _adapter_of(recipe)
+    published_bytes = bytes_per_number(recipe.model.dtype) * shape.matrices + 4 * shape.vectors
+    shapes = _adapter_of(recipe)
     if shapes:
         published_bytes = sum(map(math.prod, shapes.values())) * bytes_per_number(recipe.model.dtype)
         places = adapter_places(recipe.partial)

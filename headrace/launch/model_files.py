@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -60,14 +61,20 @@ def fetch_model(model: str, files: Mapping[str, list[int]], *, cache: Path, read
     digest = hashlib.sha256(json.dumps([model, files], sort_keys=True).encode()).hexdigest()[:16]
     target = cache / "joined" / digest
     target.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        os.utime(target)  # it is among the newest from now on
-    if not target.is_dir():
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # it is not there, or another process removes it just now
+            os.utime(target)  # it is among the newest from now on
+            lock = _lock(target)
+            if os.fstat(lock.fileno()).st_nlink:
+                break
+            lock.close()
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=target.parent) as temporary, _lock(Path(temporary)):
             fetch_files(files, Path(temporary), read=read)
-            with contextlib.suppress(OSError):  # another process of this host was faster
+            try:
                 Path(temporary).rename(target)
-    lock = _lock(target)
+            except OSError:
+                if not target.is_dir():  # otherwise another process of this host was faster
+                    raise
     with contextlib.suppress(FileNotFoundError):  # another process of this host does the same
         _remove_old(target.parent)
     return HostModel(str(target), lock)
@@ -101,4 +108,5 @@ def _remove_old(cache: Path) -> None:
         if time.time() - used_at[folder] > _MOMENT_SECONDS:
             with contextlib.suppress(OSError), (folder / ".lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                gone = folder.rename(folder.with_name(f".{secrets.token_hex(4)}"))  # whoever takes it now fetches another
+                shutil.rmtree(gone, ignore_errors=True)

@@ -22,7 +22,7 @@ from headrace.lora import Adapter, adapter_of, add_adapter, base_of, find_quanti
 from headrace.model import attention, experts, tiny
 from headrace.model.arena import held_tensors
 from headrace.model.head import Head
-from headrace.model.weight_files import WeightFiles, find_paths, parameters_on_meta, put_files
+from headrace.model.weight_files import WeightFiles, find_paths, loaded_dtypes, parameters_on_meta, put_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -193,12 +193,12 @@ def load_model(
 def _load_without_weights(path: str, *, dtype: str) -> PreTrainedModel | None:
     """A model whose parameters are on the meta device and wait in its files. None if only transformers can read those."""
     config = load_config(path)
-    if getattr(config, "quantization_config", None) is not None:
-        return None
+    if any(getattr(config, name, None) is not None for name in ("quantization_config", "transformers_weights")):
+        return None  # quantized, or in a file of another name
     with _explained(path, "model"):
         with parameters_on_meta():
             model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)))
-        files = WeightFiles(model, find_paths(path))
+        files = WeightFiles(model, find_paths(path), dtypes=loaded_dtypes(model, getattr(torch, dtype)))
     if not files.has_all:
         return None
     model.generation_config = load_generation(path)
@@ -208,7 +208,7 @@ def _load_without_weights(path: str, *, dtype: str) -> PreTrainedModel | None:
 
 
 def read_pieces(model: PreTrainedModel, arena: ShardedArena, files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-    """This rank's part of each tensor of the model, one by one, in one dimension and the dtype of the file."""
+    """This rank's part of each tensor of the model, one by one, in one dimension."""
     parameters = dict(model.named_parameters())
     for name, view in arena:
         piece = files.read(name, arena.first[name], arena.first[name] + view.numel()) if view.numel() else view

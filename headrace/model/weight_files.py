@@ -11,7 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -31,7 +37,11 @@ class WeightFiles:
     """By the model's own names, where files may have others. Of some tensors transformers makes one, such as the weights of a
     layer's experts: it is made whole to read a range of it."""
 
-    def __init__(self, model: PreTrainedModel, paths: Iterable[str | Path]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, paths: Iterable[str | Path], *, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        """`dtypes`: what to round tensors to, by name."""
+        self._dtypes = dtypes or {}
         transforms = get_model_conversion_mapping(model)
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -51,8 +61,13 @@ class WeightFiles:
             self._sources.setdefault(name, []).append((key, files[key], pattern))
         self.used = [each for each in transforms if each.was_used()]
         """What transformers reverts when it saves the model."""
-        self.has_all = all(self._has(name, tensor, shapes) for name, tensor in held_tensors(model))
-        """Whether `read` can read every tensor of the model."""
+        names = {id(tensor): name for name, tensor in held_tensors(model)}
+        state = model.state_dict(keep_vars=True)
+        tied = [(name, state[name]) for name in self._sources if name in state and names[id(state[name])] != name]
+        self.has_all = all(self._has(name, tensor, shapes) for name, tensor in (*held_tensors(model), *tied)) and all(
+            torch.equal(*(self.read(each, 0, tensor.numel()) for each in (name, names[id(tensor)]))) for name, tensor in tied
+        )
+        """Whether `read` can read every tensor of the model. Transformers does not tie those that differ in the files."""
 
     def _has(self, name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         found = [(shapes[key], pattern) for key, _, pattern in self._sources.get(name, ())]
@@ -61,7 +76,11 @@ class WeightFiles:
         return sum(math.prod(shape) for shape, _ in found) == tensor.numel()
 
     def read(self, name: str, first: int, stop: int) -> Tensor:
-        """Elements of a tensor, in one dimension and the dtype of the file."""
+        """Elements of a tensor, in one dimension."""
+        found = self._read(name, first, stop)
+        return found.to(self._dtypes.get(name, found.dtype))
+
+    def _read(self, name: str, first: int, stop: int) -> Tensor:
         key, path, pattern = self._sources[name][0]
         if pattern is not None:
             return self._converted(name, pattern).reshape(-1)[first:stop]
@@ -71,10 +90,11 @@ class WeightFiles:
             return flat_range(rows, shape, first, stop) if shape else file.get_tensor(key).reshape(1)[first:stop]
 
     def _converted(self, name: str, pattern: str) -> Tensor:
-        converter = copy.deepcopy(self._converters[pattern])
-        for key, path, pattern_of_key in self._sources[name]:
-            with safe_open(path, framework="pt") as file:
-                converter.add_tensor(name, key, pattern_of_key or key, file.get_tensor(key))
+        converter, sources = copy.deepcopy(self._converters[pattern]), self._sources[name]
+        with contextlib.ExitStack() as stack:  # each file is opened once: a layer may have hundreds of experts in it
+            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {each[1] for each in sources}}
+            for key, path, pattern_of_key in sources:
+                converter.add_tensor(name, key, pattern_of_key or key, opened[path].get_tensor(key))
         made: Any = converter.convert(name, model=self._model, config=self._model.config)[name]
         return cast("Tensor", made[0] if isinstance(made, list) else made)
 
@@ -96,6 +116,16 @@ def find_paths(path: str) -> list[str]:
         if found is not None:
             return [found] if name == SAFE_WEIGHTS_NAME else list(get_checkpoint_shard_files(path, found)[0])
     return []
+
+
+def loaded_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What transformers loads each tensor of a new model in, by name: it keeps some float32."""
+    kept = list(model._get_dtype_plan(dtype))
+    pattern = build_glob_alternation(kept)[0] if kept else None
+    return {
+        name: tensor.dtype if pattern is None or pattern.search(name) is None else torch.float32
+        for name, tensor in held_tensors(model)
+    }
 
 
 @contextlib.contextmanager

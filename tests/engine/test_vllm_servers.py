@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import threading
 from pathlib import Path
 
@@ -126,6 +127,18 @@ def test_what_ranks_publish_is_written_once_for_all_servers(tiny_model, tmp_path
     asyncio.run(main())
 
 
+def test_a_server_alone_needs_room_for_one_file(tmp_path, monkeypatch):
+    found: list[list[str]] = []
+    monkeypatch.setattr(
+        handover_module, "save_file", lambda _, path: found.append([each.name for each in tmp_path.glob("*/*")])
+    )
+    way = FolderHandover(tmp_path / "servers")
+    for name in ("1", "2", "2"):
+        way.prepare({}, name=name)
+    way.close()
+    assert found == [["1"], ["2"]]
+
+
 def test_a_folder_stays_while_a_process_uses_it(tmp_path):
     one, other = SharedFolders(tmp_path / "all"), SharedFolders(tmp_path / "all")
     names: list[str] = []
@@ -153,6 +166,22 @@ def test_what_fails_to_be_written_is_written_by_the_next(tmp_path):
         one.take("1", fails)
     other.take("1", lambda path: (path / "file").touch())
     assert one.take("1", fails) / "file" in list((tmp_path / "all" / "1").iterdir())
+
+
+def test_what_is_taken_while_it_is_removed_is_written_again(tmp_path, monkeypatch):
+    one, other = SharedFolders(tmp_path / "all"), SharedFolders(tmp_path / "all")
+    write = lambda path: (path / "file").touch()  # noqa: E731
+    one.take("1", write)
+    remove = shutil.rmtree
+
+    def removes(path: Path, **how: bool) -> None:
+        (path / ".used.lock").unlink()  # files go one by one, in any order
+        other.take("1", write)
+        remove(path, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", removes)
+    one.drop_all_but()
+    assert (tmp_path / "all" / "1" / "file").exists()
 
 
 def test_processes_that_take_and_drop_at_once_never_lose_what_they_use(tmp_path):

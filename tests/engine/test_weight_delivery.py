@@ -424,7 +424,7 @@ def test_one_that_refuses_at_once_does_not_cut_short_those_that_still_load(tiny_
 class Stub:
     """An engine that loads as it is told to."""
 
-    is_lost = is_behind = False
+    is_lost = is_behind = is_leaving = False
     update = None
 
     def __init__(self, name: str, load: Callable[[], Awaitable[None]]) -> None:
@@ -452,6 +452,23 @@ def test_an_engine_that_is_gone_is_told_and_is_no_failure_of_the_others():
         assert await delivery.deliver(update, engines, Interrupt.KEEP) == {}  # type: ignore[arg-type]
         assert lost == ["gone"] and engines[1].update is update and engines[0].update is None
 
+    asyncio.run(check())
+
+
+def test_one_that_leaves_is_not_sent_again_what_it_refused():
+    async def refuses() -> None:
+        leaving.is_leaving = True  # it is recalled meanwhile
+        raise SyncError("no")
+
+    async def works() -> None:
+        """At once."""
+
+    async def check() -> None:
+        delivery = WeightDelivery(on_lost=lambda engine: None)
+        await delivery.load(WeightUpdate(policy="policy", lineage="life", version=3), [leaving, there], Interrupt.KEEP)  # type: ignore[list-item]
+        assert there.update is not None and not delivery.catching_up and not leaving.is_behind
+
+    leaving, there = Stub("leaving", refuses), Stub("there", works)
     asyncio.run(check())
 
 

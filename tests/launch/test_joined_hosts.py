@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -168,6 +169,28 @@ def test_a_model_may_not_write_elsewhere(tmp_path):
     with pytest.raises(ConfigError, match="outside its folder"):
         fetch_model("m", {"../../x": [1, 0]}, cache=tmp_path, read=lambda *_: np.zeros(1, np.uint8))
     assert fetch_model("name/of-the-hub", {}, cache=tmp_path, read=None).path == "name/of-the-hub"
+
+
+def test_a_model_that_is_wanted_while_it_is_removed_is_fetched_again(tmp_path, monkeypatch):
+    def fetch(number: int) -> HostModel:
+        made = fetch_model("m", {"config.json": [1, number]}, cache=tmp_path, read=lambda *_: np.zeros(1, np.uint8))
+        made.lock.close()
+        return made
+
+    remove, wanted = shutil.rmtree, list[HostModel]()
+
+    def removes(path, **how) -> None:
+        if not wanted and how.get("ignore_errors"):
+            (path / ".lock").unlink()  # files go one by one, in any order
+            wanted.append(fetch(0))
+        remove(path, **how)
+
+    for number in range(3):
+        made = fetch(number)
+        os.utime(made.path, (1000 + number, 1000 + number))
+    monkeypatch.setattr(shutil, "rmtree", removes)
+    fetch(3)
+    assert (Path(wanted[0].path) / "config.json").is_file()
 
 
 def test_a_host_keeps_the_newest_models_and_those_in_use(tmp_path):
@@ -565,6 +588,11 @@ def test_hosts_hear_that_the_run_is_over(model):
         ({"listen": "10.0.0.5:7070"}, {"orchestrate": "inline"}, "orchestrate = 'inline' has one engine"),
         ({"listen": "10.0.0.5:7070"}, {"sync": {"transport": "shared_memory"}}, "does not reach the hosts that may join"),
         ({"trainer_joins": True}, {}, "trainer_joins = true: set cluster.listen"),
+        (
+            {"listen": "10.0.0.5:7070", "trainer_joins": True},
+            {"sync": {"transport": "shared_memory+http"}},
+            "no engine is on the host of a trainer that joins",
+        ),
         ({"listen": "10.0.0.5:7070"}, {"engine": {"kind": "vllm"}}, "engines that join are native"),
     ],
 )

@@ -325,6 +325,7 @@ def test_a_server_of_several_gpus_is_counted_where_its_weights_are(gpu, monkeypa
         "nccl: on the trainer's GPU"
     )
     assert many.engine.total == 0 and many.fullest_device == many.trainer.total, "one folder for both, in the host's memory"
+    assert many.trainer.publishing == alone.engine.weights, "the trainer packs them on its GPU all the same"
     copies = vllm_of(engine__vllm__arguments=two, engine__count=2, engine__vllm__handover="nccl")
     assert copies.fullest_device - alone.fullest_device == copies.engine.total
 

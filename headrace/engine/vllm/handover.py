@@ -7,7 +7,6 @@ Adapters go through folders, each version under a name of its own.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import itertools
@@ -91,19 +90,17 @@ class Handover:
 
 class FolderHandover(Handover):
     """Through a file in a folder, best in memory. The engines of a run on one host share it: the first to have a version writes
-    it for the servers of all, and it stays until all of them have a later one."""
+    it for the servers of all, and it stays until all engines have a later one."""
 
     def __init__(self, folder: Path) -> None:
         self._shared, self._prepared = SharedFolders(folder), folder
 
     def prepare(self, tensors: Tensors, *, name: str) -> None:
+        self._shared.drop_all_but(name)  # the server has loaded what it was given before
         self._prepared = self._shared.take(name, lambda path: save_file(dict(tensors), path / "model.safetensors"))
 
     async def hand_over(self, api: VllmApi) -> None:
         await api.reload(str(self._prepared))
-
-    async def retire(self, api: VllmApi, used: set[str]) -> None:
-        await asyncio.to_thread(self._shared.drop_all_but, self._prepared.name)
 
     def close(self) -> None:
         self._shared.drop_all_but()

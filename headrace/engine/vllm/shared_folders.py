@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 from typing import IO, TYPE_CHECKING
 
@@ -55,7 +56,8 @@ class SharedFolders:
             if path.name not in self._used:
                 with contextlib.suppress(OSError), (path / _USED).open("a") as lock:  # used, or removed by another process
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
+                    gone = path.rename(path.with_name(f".{secrets.token_hex(4)}"))  # whoever takes it now makes another
+                    shutil.rmtree(gone, ignore_errors=True)
         if not self._used:
             with contextlib.suppress(OSError):  # others are in use
                 self._folder.rmdir()
