@@ -200,7 +200,9 @@ def test_a_slow_reward_stops_neither_generation_nor_training(tmp_path):
         time.sleep(0.5)
         return [float(len(completion)) for completion in completions]
 
-    run = local_run(tmp_path / "run", reward=slow, steps=4, held_out=None, staleness={"max_lag": 4}, train={"batch": 8})
+    long = {"engine": {"slots": 2}, "sampling": {"min_tokens": 32, "max_tokens": 32}, "model": {"context": 128}}
+    settings = {"steps": 4, "held_out": None, "staleness": {"max_lag": 4}, "train": {"batch": 8}, **long}
+    run = local_run(tmp_path / "run", reward=slow, **settings)
     assert run.summary["accounting"]["trained"] == 32 and run.summary["accounting"]["failed"] == 0
     events = json.loads((run.folder / "trace.json").read_text())
     origin = time.time() - time.monotonic()
