@@ -201,6 +201,8 @@ class ClusterProcesses(LocalProcesses):
 
     def _pass_on(self, sender: RoleProcess, told: dict[str, str]) -> None:
         """Tell the other ranks what one says of where it is; those that are not connected yet hear it then."""
+        if sender not in self.trainers:  # of an earlier start
+            return
         self._posted[told["key"]] = told["value"]
         for rank in self.trainers:
             if rank is not sender:
@@ -231,7 +233,7 @@ class ClusterProcesses(LocalProcesses):
             device=device,
             receives_on=device,
             threads=threads or recipe.threads or offer.threads,
-            run_folder=offer.folder,
+            run_folder=offer.passing,
             log=f"{offer.folder}/{name}.log",
             shared_folder=offer.shared_folder,
             model=offer.model,
@@ -287,5 +289,5 @@ class ClusterProcesses(LocalProcesses):
             self._say(f"{process.name} on {host.name} is given up: {error}")
         else:
             if process.index not in self._restarts:  # it is not back
-                self._forget(process)
+                self._do_without(process, RoleFailed(f"{process.name} is given up"))
         return None
