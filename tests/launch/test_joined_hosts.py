@@ -502,6 +502,7 @@ def test_a_checkpoint_crosses_to_the_launcher_and_back(model, monkeypatch, tmp_p
         rank.begin("save", folder=str(passing / "of-a-lost-launcher"))
         host.dismiss()
         await until(lambda: host.is_gone)
+        rank.placement.run_folder = str(tmp_path)  # the other is being removed
         with pytest.raises(TrainerLost):
             await trainer.save(tmp_path / ".step-5.tmp")
 
