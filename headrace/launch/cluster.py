@@ -96,6 +96,11 @@ class ClusterProcesses(LocalProcesses):
         trainer = "; --role trainer for the trainer" if self._recipe.cluster.trainer_joins else ""
         self._say(f"join       headrace join {url}, where {where} the token{trainer}")
 
+    def _kill_all(self) -> None:
+        for host in self._trainer_hosts:
+            host.dismiss()  # ends a checkpoint on its way, for whose thread an interrupted run would wait
+        super()._kill_all()
+
     def _make_token(self) -> str:
         """Put a new token into the run's folder, where only this user may read it."""
         token, path = secrets.token_hex(32), self._folder / "join.token"

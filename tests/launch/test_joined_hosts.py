@@ -30,7 +30,7 @@ from headrace.launch.placement import Order, Placement
 from headrace.launch.process import RoleFailed, RoleProcess, TrainerLost
 from headrace.launch.settings import ClusterSettings, read_token
 from headrace.records import frames
-from headrace.rpc import Peer, RemoteError, connect
+from headrace.rpc import Peer, RemoteError, StreamClosed, connect
 from headrace.settings import ConfigError
 from headrace.sync import TransportConfig, make_transport
 from headrace.tls import make_certificate
@@ -512,6 +512,28 @@ def test_a_checkpoint_crosses_to_the_launcher_and_back(model, monkeypatch, tmp_p
         run.hosts.close()
     joining.join(30)
     assert not any(theirs.iterdir()), "what was on its way stays on the host"
+
+
+def test_an_interrupted_run_does_not_wait_for_a_checkpoint_on_its_way(run, tmp_path):
+    async def main() -> None:
+        async with run.joined() as (peer, _):
+            await offer(peer)
+            is_asked = asyncio.Event()
+
+            async def read(**_: object) -> None:
+                is_asked.set()
+                await asyncio.Event().wait()
+
+            peer.calls["read"] = read
+            fetching = asyncio.ensure_future(asyncio.to_thread(run.ready[0].fetch, "/x", {"model": [1, 0]}, tmp_path))
+            await is_asked.wait()
+            processes = ClusterProcesses(make_recipe({"cluster.listen": "127.0.0.1:0"}), tmp_path)
+            processes._trainer_hosts = list(run.ready)
+            processes._kill_all()
+            with pytest.raises(StreamClosed):
+                await asyncio.wait_for(fetching, 30)
+
+    asyncio.run(main())
 
 
 def test_a_trainer_may_join_only_where_the_run_waits_for_one(run):
