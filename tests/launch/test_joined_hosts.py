@@ -525,8 +525,8 @@ def test_an_interrupted_run_does_not_wait_for_a_checkpoint_on_its_way(run, tmp_p
                 await asyncio.Event().wait()
 
             peer.calls["read"] = read
-            fetching = asyncio.ensure_future(asyncio.to_thread(run.ready[0].fetch, "/x", {"model": [1, 0]}, tmp_path))
-            await is_asked.wait()
+            fetching = asyncio.ensure_future(asyncio.to_thread(run.ready[0].fetch, "/x", {"a": [1, 0]}, tmp_path / "b"))
+            await asyncio.wait_for(is_asked.wait(), 30)
             processes = ClusterProcesses(make_recipe({"cluster.listen": "127.0.0.1:0"}), tmp_path)
             processes._trainer_hosts = list(run.ready)
             processes._kill_all()
