@@ -193,7 +193,7 @@ def _add_join(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     join.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
     join.add_argument("--threads", type=int, default=0, help="CPU threads of each; 0 shares the cores among them")
     join.add_argument("--address", default="", help="of this host, which others reach (default: found out)")
-    join.add_argument("--folder", type=Path, help="for logs (default: a temporary one)")
+    join.add_argument("--folder", type=Path, help="for logs, and checkpoints on their way (default: a temporary one)")
     join.add_argument("--wait", type=float, default=600.0, help="seconds to wait for a run that is not there, or is gone")
     join.set_defaults(run=_join)
 

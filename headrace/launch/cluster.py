@@ -96,6 +96,11 @@ class ClusterProcesses(LocalProcesses):
         trainer = "; --role trainer for the trainer" if self._recipe.cluster.trainer_joins else ""
         self._say(f"join       headrace join {url}, where {where} the token{trainer}")
 
+    def _kill_all(self) -> None:
+        for host in self._trainer_hosts:
+            host.dismiss()  # ends a checkpoint on its way, for whose thread an interrupted run would wait
+        super()._kill_all()
+
     def _make_token(self) -> str:
         """Put a new token into the run's folder, where only this user may read it."""
         token, path = secrets.token_hex(32), self._folder / "join.token"
@@ -201,6 +206,8 @@ class ClusterProcesses(LocalProcesses):
 
     def _pass_on(self, sender: RoleProcess, told: dict[str, str]) -> None:
         """Tell the other ranks what one says of where it is; those that are not connected yet hear it then."""
+        if sender not in self.trainers:  # of an earlier start
+            return
         self._posted[told["key"]] = told["value"]
         for rank in self.trainers:
             if rank is not sender:
@@ -231,7 +238,7 @@ class ClusterProcesses(LocalProcesses):
             device=device,
             receives_on=device,
             threads=threads or recipe.threads or offer.threads,
-            run_folder=offer.folder,
+            run_folder=offer.passing,
             log=f"{offer.folder}/{name}.log",
             shared_folder=offer.shared_folder,
             model=offer.model,
@@ -287,5 +294,5 @@ class ClusterProcesses(LocalProcesses):
             self._say(f"{process.name} on {host.name} is given up: {error}")
         else:
             if process.index not in self._restarts:  # it is not back
-                self._forget(process)
+                self._do_without(process, RoleFailed(f"{process.name} is given up"))
         return None

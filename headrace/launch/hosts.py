@@ -39,7 +39,8 @@ _MAX_BYTES = PIECE_BYTES + (1 << 20)
 _PING_SECONDS = 1.0
 _KILLED_SECONDS = 5.0
 """How long a host may take to report that a process it was told to kill has ended."""
-_MOST_BACKLOG = 1 << 20
+_MOST_BACKLOG = 2 * PIECE_BYTES
+"""A host that has so much to read gets no notices; more than one piece of a file, or its processes would miss heartbeats."""
 _OFF_SECONDS = 5.0
 """A clock that is off by more is mentioned."""
 
@@ -58,7 +59,9 @@ class HostOffer:
     threads: int = 1
     """torch's CPU threads of each, if the recipe does not say."""
     folder: str = ""
-    """For logs, and a trainer's checkpoints on their way."""
+    """For logs."""
+    passing: str = ""
+    """For a trainer's checkpoints on their way; removed when it leaves."""
     shared_folder: str = ""
     model: str = ""
     """Where it has the model."""

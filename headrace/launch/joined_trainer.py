@@ -34,7 +34,7 @@ class JoinedTrainer(RemoteTrainer):
         try:
             saved: list[Fingerprints] = await self._collect("save", self._ranks, answers)
             for rank, host, files in zip(self._ranks, self._hosts, saved, strict=True):
-                await self._across(rank, asyncio.to_thread(_fetch, host, self._folder_of(rank, folder), files, folder))
+                await self._across("save", rank, asyncio.to_thread(_fetch, host, self._folder_of(rank, folder), files, folder))
         finally:
             await self._remove(folder)
         return {name: found for files in saved for name, found in files.items()}
@@ -43,18 +43,18 @@ class JoinedTrainer(RemoteTrainer):
         first = {host: rank for rank, host in reversed(list(zip(self._ranks, self._hosts, strict=True)))}
         try:
             for host, rank in first.items():
-                await self._across(rank, asyncio.to_thread(host.deliver, folder, self._folder_of(rank, folder)))
+                await self._across("load", rank, asyncio.to_thread(host.deliver, folder, self._folder_of(rank, folder)))
             await super().load(folder)
         finally:
             await self._remove(folder)
 
-    async def _across(self, rank: RoleProcess, copying: Awaitable[None]) -> None:
+    async def _across(self, name: str, rank: RoleProcess, copying: Awaitable[None]) -> None:
         try:
             await copying
         except StreamClosed as error:
             raise await rank.explain() from error
         except RemoteError as error:
-            raise rank.failed(error) from error
+            raise self._raised(rank, name, error) from error
 
     async def _remove(self, folder: Path) -> None:
         """Waits for it: the next to be saved may have the same name."""

@@ -94,6 +94,8 @@ class _Joiner:
         self._is_over = False
         """The run has ended, or this host has left it."""
         self._folder = Path(options.folder or tempfile.mkdtemp(prefix="headrace-join-")).absolute()
+        self._passing = ""
+        """Of the launcher that this host is with: for a trainer's checkpoints on their way."""
 
     async def run(self) -> int:
         stop, is_stopped = StopRequest(), asyncio.Event()
@@ -175,6 +177,7 @@ class _Joiner:
                 process.kill()
             await asyncio.to_thread(lambda: [process.wait() for process in list(self._processes.values())])
             self._processes.clear()
+            await self._remove(self._passing)
         failure = None if reading.cancelled() else reading.exception()
         if failure is not None and not isinstance(failure, StreamClosed):  # it would be the same again
             raise failure
@@ -191,6 +194,8 @@ class _Joiner:
         options = self._options
         fetching = asyncio.to_thread(fetch_model, told["model"], told["files"], cache=cache_folder(), read=self._reader())
         self._model = await fetching
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._passing = tempfile.mkdtemp(prefix="checkpoints-", dir=self._folder)
         offer = HostOffer(
             host=platform.node(),
             role=options.role,
@@ -199,10 +204,10 @@ class _Joiner:
             devices=await asyncio.to_thread(device_names, options.device, options.engines),
             threads=options.threads or max(1, (os.cpu_count() or 1) // options.engines),
             folder=str(self._folder),
+            passing=self._passing,
             shared_folder=str(shared_folder()),
             model=self._model.path,
         )
-        self._folder.mkdir(parents=True, exist_ok=True)
         await peer.call("ready", **{**asdict(offer), "devices": list(offer.devices)})
         print(f"joined {options.url} with {', '.join(offer.devices)}; logs in {self._folder}", flush=True)
 

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 LENT_NAME = "engine-lent"
 _GOODBYE_SECONDS = 2.0
 """Processes that have not ended by themselves by then (most take hundredths of a second) are killed."""
+_KILLED_SECONDS = 6.0
+"""How long ranks of a lost trainer may take to end: they hold memory that the next ones need. A host reports it within 5."""
 _PING_SECONDS = 1.0
 _RESTART_WINDOW = 3600.0
 """Seconds after which a restart of an engine no longer counts."""
@@ -295,7 +297,7 @@ class LocalProcesses:
         for rank in lost:
             rank.give_up("was lost")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GOODBYE_SECONDS):
+            async with asyncio.timeout(_KILLED_SECONDS):
                 await asyncio.gather(*(rank.ended.wait() for rank in lost))
         for path in self._shared_folder.glob(f"{self.prefix}-*"):
             if path.is_file():  # engines have folders there

@@ -112,13 +112,13 @@ class RayProcesses(ClusterProcesses):
                 before = now
             elif now.is_enough_since(before):
                 count = settings.num_engines + len(self._extra)
-                change, before = wanted_change(before, now, num_engines=count), None
+                change, before = wanted_change(before, now, num_engines=len(self.pool.engines)), None
                 if change > 0 and count < settings.max_count:
                     self._say(f"the trainer waits for engines: asking Ray for one more ({count} + 1)")
                     label, joining = await asyncio.to_thread(self._start_actor, "engine", settings.threads, "SPREAD")
                     self._extra.append(label)
                     self._spawn(self._follow("engine", label, joining.future()))
-                elif change < 0 and self._extra:
+                elif change < 0 and len(self.pool.engines) > settings.num_engines:  # else one of `count` is lost
                     self._say(f"the engines idle: one of {count} is given back")
                     await self._let_go(joined[self._extra[-1]])
 

@@ -44,8 +44,8 @@ def test_ranks_on_two_hosts_are_lost_with_one_and_start_again_with_a_third(tmp_p
         assert run.summary["status"] == "interrupted", output.read_text()
         assert run.summary["restarts"] == {"trainer-0": 1, "trainer-1": 1}
         assert not run.leftovers()
-        left = [path for name in ("second", "third") for path in (tmp_path / name / "logs").iterdir() if path.is_dir()]
-        assert not left, "checkpoints stay on their way"
+        logs = [tmp_path / name / "logs" for name in ("second", "third")]
+        assert wait_until(lambda: not any(path.is_dir() for folder in logs for path in folder.iterdir())), "checkpoints stay"
 
     version, newest = (
         run.summary["version"],

@@ -57,6 +57,7 @@ def test_an_engine_is_asked_for_once_and_given_back_when_it_idles(tmp_path, monk
         settings = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0", "engine.max_count": 2}
         processes = RayProcesses(make_recipe(settings), tmp_path)
         processes._say = said.append
+        first, extra = (SimpleNamespace(name=name, update=None) for name in ("engine-0", "engine-1"))
 
         def start_actor(role: str, threads: int, where: object) -> tuple[str, SimpleNamespace]:
             processes._actors["engine 7"] = "an actor"
@@ -80,8 +81,13 @@ def test_an_engine_is_asked_for_once_and_given_back_when_it_idles(tmp_path, monk
         processes._host_of["engine-1"] = Host(1, None, asyncio.get_running_loop(), offer=offer)
         await sleep(0.05)
         assert len(said) == 1, "there are as many as may be"
+        processes.pool.engines = [extra]
         change[0] = -1
+        await sleep(0.05)
+        assert len(said) == 1, "the only one stays while the other is lost"
+        processes.pool.engines = [first, extra]
         await until(lambda: killed)
+        processes.pool.engines = [first]
         assert killed == ["an actor"] and not processes._extra and not processes._actors
         await sleep(0.05)
         assert len(said) == 2 and not scaling.done(), "count engines stay"

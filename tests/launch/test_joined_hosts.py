@@ -25,13 +25,13 @@ from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.hosts import Host, HostOffer, Hosts, JoinedProcess
 from headrace.launch.joined_trainer import JoinedTrainer
 from headrace.launch.joining import JoinOptions, _Joiner, join
-from headrace.launch.model_files import HostModel, fetch_model, list_files, read_piece
+from headrace.launch.model_files import PIECE_BYTES, HostModel, fetch_model, list_files, read_piece
 from headrace.launch.on_ray import RayProcesses
 from headrace.launch.placement import Order, Placement
 from headrace.launch.process import RoleFailed, RoleProcess, TrainerLost
 from headrace.launch.settings import ClusterSettings, read_token
 from headrace.records import frames
-from headrace.rpc import Peer, RemoteError, connect
+from headrace.rpc import Peer, RemoteError, StreamClosed, connect
 from headrace.settings import ConfigError
 from headrace.sync import TransportConfig, make_transport
 from headrace.tls import make_certificate
@@ -242,19 +242,19 @@ def test_an_engine_receives_weights_by_where_it_is(tmp_path, settings, trainer, 
         processes = ClusterProcesses(make_recipe({"device": "cpu", "cluster.listen": "127.0.0.1:0", **settings}), tmp_path)
         processes._listener = processes._far_listener = None
         offer = HostOffer(host="far", address="127.0.0.1", shared_folder="/dev/shm/of-far")
-        processes._host_of[1] = Host(1, None, asyncio.get_running_loop(), offer=offer)
+        processes._host_of["engine-1"] = Host(1, None, asyncio.get_running_loop(), offer=offer)
 
-        def end_of(role: str, index: int) -> tuple[str, str]:
+        def end_of(name: str) -> tuple[str, str]:
             placed = SimpleNamespace(address="127.0.0.1", shared_folder="/dev/shm/of-far")
-            config = processes._ends_for(SimpleNamespace(role=role, index=index, placement=placed))[1]
-            end = make_transport(config, is_sender=role == "trainer", device="cpu")
+            config = processes._ends_for(SimpleNamespace(name=name, placement=placed))[1]
+            end = make_transport(config, is_sender=name.startswith("trainer"), device="cpu")
             end.close()
             return end.name, config.folder
 
         here = str(processes._shared_folder)
-        assert [end_of("trainer", 0), end_of("engine", 0)] == [(trainer, here), (near, here)]
-        assert end_of("trainer", 1) == (trainer, here), "a rank of that number is here all the same"
-        assert end_of("engine", 1) == (far, "/dev/shm/of-far")
+        assert [end_of("trainer-0"), end_of("engine-0")] == [(trainer, here), (near, here)]
+        assert end_of("trainer-1") == (trainer, here), "a rank of that number is here all the same"
+        assert end_of("engine-1") == (far, "/dev/shm/of-far")
 
     asyncio.run(main())
 
@@ -315,6 +315,23 @@ def test_a_host_is_told_what_to_start_and_a_process_ends_with_it(run):
     asyncio.run(main())
 
 
+def test_a_host_that_is_sent_a_piece_of_a_file_still_hears_heartbeats():
+    async def main() -> None:
+        told: list[str] = []
+        stream = SimpleNamespace(backlog=PIECE_BYTES + 1000)
+        host = Host(1, SimpleNamespace(stream=stream, notify=lambda name, _: told.append(name)), asyncio.get_running_loop())
+        JoinedProcess("trainer", host).beat()
+        stream.backlog *= 4
+        await asyncio.sleep(0)
+        assert told == [], "it does not read"
+        stream.backlog //= 4
+        JoinedProcess("trainer", host).beat()
+        await asyncio.sleep(0)
+        assert told == ["beat"]
+
+    asyncio.run(main())
+
+
 def test_news_of_a_process_that_the_run_has_given_up_is_ignored(run):
     async def main() -> None:
         async with run.joined() as (peer, _):
@@ -336,27 +353,32 @@ def test_news_of_a_process_that_the_run_has_given_up_is_ignored(run):
     asyncio.run(main())
 
 
-def test_an_engine_that_its_host_cannot_run_does_not_end_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("last_words", [RemoteError(kind="ModelError", message="it has no such layer"), None])
+def test_an_engine_that_its_host_cannot_run_does_not_end_the_run(tmp_path, monkeypatch, last_words):
     said, reasons = [], []
     monkeypatch.setattr("headrace.launch.hosts.Host.tell", lambda *_: None)
     monkeypatch.setattr("headrace.launch.hosts.Host.dismiss", lambda _, reason: reasons.append(reason))
 
     async def main() -> ClusterProcesses:
-        processes = ClusterProcesses(make_recipe({"cluster.listen": "127.0.0.1:0"}), tmp_path)
+        processes = ClusterProcesses(make_recipe({"cluster.listen": "127.0.0.1:0", "engine.restarts": 0}), tmp_path)
         processes._say, processes.pool.lose = said.append, lambda _: None
         processes._timelines = {"engine": SimpleNamespace(forget=lambda _: None)}
         host = Host(1, None, asyncio.get_running_loop(), offer=HostOffer(host="far", address="10.0.0.9"))
         processes._host_of["engine-1"], processes._restarts[1] = host, processes._restart_budget()
         processes._devices["engine-1"] = "cpu"
         process = processes._connected["engine-1"] = processes.start_process("engine", 1)
-        process._last_words = RemoteError(kind="ModelError", message="it has no such layer")
+        process._last_words = last_words
         process.verdict = "was lost"
         process.lost.set()
+        process.ended.set()
         await processes._replace(process, None)
         return processes
 
     processes = asyncio.run(main())
-    assert said == ["engine-1 on far is given up: it has no such layer"] and reasons == ["it has no such layer"]
+    if last_words is not None:
+        assert said == ["engine-1 on far is given up: it has no such layer"] and reasons == ["it has no such layer"]
+    else:
+        assert "engine.restarts = 0 are spent" in said[0] and reasons == ["engine-1 is given up"]
     assert processes._losses()["engines_given_up"] == ["engine-1"] and list(processes._restarts) == [0]
 
 
@@ -454,6 +476,7 @@ class Rank:
         self.placement = SimpleNamespace(run_folder=str(folder))
         self.control = self
         self.loaded: dict[str, bytes] = {}
+        self.missing: dict[str, list[int]] = {}
 
     def begin(self, name: str, *, folder: str) -> asyncio.Future[Any]:
         place, answer = Path(folder), asyncio.get_running_loop().create_future()
@@ -461,7 +484,7 @@ class Rank:
             (place / "trainer").mkdir(parents=True)
             (place / "model.safetensors").write_bytes(bytes(9_000_000))
             (place / "trainer" / "optimizer.safetensors").write_bytes(b"moments")
-            answer.set_result(seal(place))
+            answer.set_result(self.missing | seal(place))
         else:
             self.loaded = {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
             answer.set_result(None)
@@ -480,7 +503,9 @@ def test_a_checkpoint_crosses_to_the_launcher_and_back(model, monkeypatch, tmp_p
 
     async def main() -> None:
         await until(lambda: run.ready)
-        [host], rank = run.ready, Rank(theirs)
+        [host] = run.ready
+        rank, passing = Rank(Path(host.offer.passing)), Path(host.offer.passing)
+        assert passing.parent == theirs
         trainer = JoinedTrainer([rank], hosts=[host], deadline=60)
         assert host.offer.role == "trainer"
         files = await trainer.save(ours)
@@ -488,14 +513,19 @@ def test_a_checkpoint_crosses_to_the_launcher_and_back(model, monkeypatch, tmp_p
         (ours / "buffer.wire").write_bytes(b"for the launcher alone")
         await trainer.load(ours)
         assert rank.loaded["trainer/optimizer.safetensors"] == b"moments" and len(rank.loaded) == 2
-        assert not any(theirs.iterdir())
+        assert not seal(passing)
         with pytest.raises(LookupError, match="nor of a checkpoint for this host"):
-            await host.read("buffer.wire", 0, place=f"{theirs}/step-4.tmp-1")
+            await host.read("buffer.wire", 0, place=f"{passing}/step-4.tmp-1")
         monkeypatch.setattr("headrace.launch.joined_trainer.fingerprint", lambda _: [0, 0])
         with pytest.raises(OSError, match="has changed on its way from"):
             await trainer.save(ours)
+        rank.missing = {"model-2.safetensors": [1, 0]}
+        with pytest.raises(OSError, match="No such file or directory"):
+            await trainer.save(ours)
+        rank.begin("save", folder=str(passing / "of-a-lost-launcher"))
         host.dismiss()
         await until(lambda: host.is_gone)
+        rank.placement.run_folder = str(tmp_path)  # the other is being removed
         with pytest.raises(TrainerLost):
             await trainer.save(tmp_path / ".step-5.tmp")
 
@@ -504,6 +534,29 @@ def test_a_checkpoint_crosses_to_the_launcher_and_back(model, monkeypatch, tmp_p
     finally:
         run.hosts.close()
     joining.join(30)
+    assert not any(theirs.iterdir()), "what was on its way stays on the host"
+
+
+def test_an_interrupted_run_does_not_wait_for_a_checkpoint_on_its_way(run, tmp_path):
+    async def main() -> None:
+        async with run.joined() as (peer, _):
+            await offer(peer)
+            is_asked = asyncio.Event()
+
+            async def read(**_: object) -> None:
+                is_asked.set()
+                await asyncio.Event().wait()
+
+            peer.calls["read"] = read
+            fetching = asyncio.ensure_future(asyncio.to_thread(run.ready[0].fetch, "/x", {"a": [1, 0]}, tmp_path / "b"))
+            await asyncio.wait_for(is_asked.wait(), 30)
+            processes = ClusterProcesses(make_recipe({"cluster.listen": "127.0.0.1:0"}), tmp_path)
+            processes._trainer_hosts = list(run.ready)
+            processes._kill_all()
+            with pytest.raises(StreamClosed):
+                await asyncio.wait_for(fetching, 30)
+
+    asyncio.run(main())
 
 
 def test_a_trainer_may_join_only_where_the_run_waits_for_one(run):
@@ -530,6 +583,8 @@ def test_ranks_on_several_hosts_hear_what_was_said_before_they_came(tmp_path):
             processes._notices(first)["post"]({"key": "before", "value": "00"})
             await processes._connect(second)
         processes._notices(first)["post"]({"key": "after", "value": "00"})
+        processes.trainers = [second]
+        processes._notices(first)["post"]({"key": "of an earlier start", "value": "00"})
 
     asyncio.run(main())
     assert told == {"trainer-0": [], "trainer-1": ["before", "after"]}
