@@ -201,7 +201,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "engine", "--only=heads"])
     assert ended.value.code == 2
-    assert "only `headrace bench lag or lora or presets or ranks or sparse or trainer or step` has only" in capsys.readouterr().err
+    assert (
+        "only `headrace bench lag or lora or presets or ranks or sparse or trainer or step` has only" in capsys.readouterr().err
+    )
 
 
 def test_the_gpus_plan_has_the_goals_that_were_set():
