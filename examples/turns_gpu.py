@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> RunResult:
     given = parser.parse_args(arguments)
     environment, make_tasks = {"guess": (Guess, guess_tasks), "calculate": (Calculate, calculate_tasks)}[given.task]
     return headrace.train(
-        model={"path": given.model, "context": 1024},
+        model={"path": given.model, "dtype": "bfloat16", "context": 1024},
         tasks=make_tasks(random.Random(0)),
         held_out=make_tasks(random.Random(1))[:256],
         environment=environment,

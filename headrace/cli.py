@@ -193,7 +193,7 @@ def _add_join(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     join.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
     join.add_argument("--threads", type=int, default=0, help="CPU threads of each; 0 shares the cores among them")
     join.add_argument("--address", default="", help="of this host, which others reach (default: found out)")
-    join.add_argument("--folder", type=Path, help="for logs, and checkpoints on their way (default: a temporary one)")
+    join.add_argument("--folder", type=Path, help="for logs, and checkpoints on their way (default: one that is removed)")
     join.add_argument("--wait", type=float, default=600.0, help="seconds to wait for a run that is not there, or is gone")
     join.set_defaults(run=_join)
 
@@ -212,13 +212,15 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from headrace.config import load_recipe
 
     recipe = load_recipe(options.recipe, overrides)
+    if options.dry_run:
+        print(f"\n{to_toml(to_dict(recipe))}")
     print("\n".join(recipe.derivation()), flush=True)
     return _told(lambda: _dry_run(recipe) if options.dry_run else _launch(recipe, options))
 
 
 def _dry_run(recipe: Recipe) -> None:
     _check_inputs(recipe)
-    print(f"\n{to_toml(to_dict(recipe))}\ndry run: the recipe is valid; nothing was started")
+    print("\ndry run: the recipe is valid; nothing was started")
 
 
 def _told(call: Callable[[], None]) -> int:
@@ -412,15 +414,11 @@ def _adapters(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 def _token(file: Path | None, kind: str) -> str | None:
     """From the file, else from the environment."""
+    from headrace.launch import read_token_file
+
     if file is None:
         return os.environ.get(f"HEADRACE_{kind}_TOKEN") or None
-    try:
-        token = file.read_text().strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--{kind.lower()}-token-file {file}: it cannot be read: {error}") from error
-    if not token:
-        raise ConfigError(f"--{kind.lower()}-token-file {file}: it is empty; put the token in it")
-    return token
+    return read_token_file(file, setting=f"--{kind.lower()}-token-file")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Child processes that run users' code for the launcher, rewards and environments: started, ended, and killed with all that
-they started themselves."""
+"""Child processes of the launcher: engines and trainer, and those that run users' code, which are killed with all that they
+started themselves."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     from typing import IO
 
 
-def start_helper(module: str, *arguments: str, log: IO[str] | int | None, **how: Any) -> subprocess.Popen[bytes]:  # noqa: ANN401
+def start_helper(
+    module: str,
+    *arguments: str,
+    log: IO[str] | int | None,
+    threads: int = 1,
+    **how: Any,  # noqa: ANN401
+) -> subprocess.Popen[bytes]:
     """`python -m module` in a session of its own. It finds the same modules as this process, and its stderr goes to `log`;
     `how` has more arguments of `Popen`."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],
         stderr=subprocess.DEVNULL if log is None else log,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path},
+        env={**os.environ, "OMP_NUM_THREADS": f"{threads}", "MKL_NUM_THREADS": f"{threads}", "PYTHONPATH": path},
         start_new_session=True,  # Ctrl-C in the terminal must not reach it, and what it starts is killed with it
         **how,
     )

@@ -1,26 +1,35 @@
 """Removes what killed runs left outside their run folder: shared memory, sockets, weight files.
 
-A run names everything it creates in a shared place PREFIX-…, and the launcher holds a lock (flock) on PREFIX.lock next to it.
-The system releases the lock when the process ends, however it ends. So if the lock can be taken, the run is dead, and the next
-run removes its files. Age or process id would not prove that: other users, containers and hosts may share the place.
+A run names everything it creates in a shared place PREFIX-…, and the launcher, or a host that joined it, holds a lock (flock)
+on PREFIX.lock next to it. The system releases the lock when the process ends, however it ends. So if the lock can be taken, the
+run is dead, and the next run removes its files. Age or process id would not prove that: other users, containers and hosts may
+share the place. Processes of a host that share a folder each lock it likewise; the last to leave removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import platform
 import re
+import secrets
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+FOLDER_LOCK = ".lock"
+_MAY_NOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LOCK = re.compile(r"headrace-\d+-\w+\.lock")
+
+
+def new_prefix() -> str:
+    return f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Claim:
@@ -43,9 +52,10 @@ class Claim:
             message = "%s cannot be locked (%s): if this run is killed, remove %s-* there by hand"
             logging.getLogger("headrace").warning(message, place, error, prefix)
 
-    def release(self) -> None:
-        """Remove everything with the prefix, and the lock."""
-        remove(self._place, self._prefix)
+    def release(self, *, leaves_files: bool = False) -> None:
+        """Remove everything with the prefix, and the lock; or leave that to the next sweep."""
+        if not leaves_files:
+            remove(self._place, self._prefix)
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -93,3 +103,33 @@ def remove(place: Path, prefix: str) -> None:
         else:
             path.unlink(missing_ok=True)
     (place / f"{prefix}.lock").unlink(missing_ok=True)
+
+
+def use_folder(folder: Path) -> IO[str]:
+    """Other processes do not remove the folder while the returned file is open. Raises FileNotFoundError if it is not there, or
+    one has just removed it. A folder that may only be read needs no lock file."""
+    lock = _open_lock(folder)
+    with contextlib.suppress(OSError):  # a file system without locks: there nothing is removed
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    if not os.fstat(lock.fileno()).st_nlink:
+        lock.close()
+        raise FileNotFoundError(folder)
+    return lock
+
+
+def _open_lock(folder: Path) -> IO[str]:
+    path = folder / FOLDER_LOCK
+    try:
+        return path.open("a")
+    except OSError as error:
+        if error.errno not in _MAY_NOT_WRITE or not folder.is_dir():
+            raise
+    return path.open() if path.exists() else open(os.devnull)
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove a folder unless a process uses it."""
+    with contextlib.suppress(OSError), (folder / FOLDER_LOCK).open("a") as lock:  # used, or removed by another process
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        gone = folder.rename(folder.with_name(f".{secrets.token_hex(4)}"))  # whoever takes it now makes another
+        shutil.rmtree(gone, ignore_errors=True)

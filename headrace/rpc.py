@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import secrets
-import shutil
 import tempfile
 import traceback
 from collections import deque
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.errors import user_frame
+from headrace.leftovers import new_prefix
 from headrace.proof import is_proven, proof
 from headrace.records import frames
 from headrace.settings import ConfigError
@@ -192,11 +191,15 @@ class Peer:
         self.stream.write({"notice": name, "value": value})
 
     async def run(self) -> None:
-        """Read until the other end closes, which raises `StreamClosed` here and in every open call. Unreadable data raises
-        `WireError` here and `StreamClosed` in the open calls."""
+        """Read until the other end closes, which raises `StreamClosed` here and in every open call. Unreadable data, or a
+        notice that its handler cannot use, raises `WireError` here and `StreamClosed` in the open calls."""
         try:
             while True:
-                self._handle(await self.stream.receive(max_bytes=self._max_bytes))
+                message = await self.stream.receive(max_bytes=self._max_bytes)
+                try:
+                    self._handle(message)
+                except (LookupError, TypeError, AttributeError) as error:
+                    raise frames.WireError(f"{error!r} in {str(message)[:100]}") from error
         except BaseException as error:
             self._has_ended = True
             is_unreadable = isinstance(error, frames.WireError)
@@ -256,7 +259,8 @@ class Listener:
 
     address: str
     folder: Path | None = None
-    """Of a Unix socket: private to this user, and removed with the listener."""
+    """Of a Unix socket: private to this user, and removed with the listener or at the end of the process."""
+    _temporary: tempfile.TemporaryDirectory[str] | None = None
     _server: asyncio.Server
 
     def __init__(self, *, token: str, certificate: str = "") -> None:
@@ -269,8 +273,11 @@ class Listener:
     async def on_this_host(cls, *, token: str, prefix: str = "") -> Self:
         """A Unix socket in a private folder whose name starts with `prefix`."""
         listener = cls(token=token)
-        folder = Path(tempfile.mkdtemp(prefix=f"{prefix or f'headrace-{os.getpid()}'}-", dir=socket_place()))
-        listener.folder, listener.address = folder, f"unix:{folder / 's'}"
+        listener._temporary = tempfile.TemporaryDirectory(
+            prefix=f"{prefix or new_prefix()}-", dir=socket_place(), ignore_cleanup_errors=True
+        )
+        listener.folder = folder = Path(listener._temporary.name)
+        listener.address = f"unix:{folder / 's'}"
         listener._server = await asyncio.start_unix_server(listener._admit, folder / "s", limit=_READ_AHEAD)
         return listener
 
@@ -331,8 +338,8 @@ class Listener:
         self._server.close()
         for task in self._greeting:
             task.cancel()
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 async def connect(address: str, *, token: str, name: str, channel: str, incarnation: int = 0) -> Stream:

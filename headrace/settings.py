@@ -288,9 +288,9 @@ def _type_name(hint: Any) -> str:  # noqa: ANN401
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
+    docs = {} if cls.__base__ in (object, None) else _field_docs(cls.__base__)
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
-    docs = {}
     for field, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
             docs[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())

@@ -26,8 +26,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before anything imports Triton
 
-_ASYNC_SECONDS = 600
-"""Of an async test: long enough for any on a slow machine, so that only one that hangs is ended."""
+_ASYNC_SECONDS, _LONG_ASYNC_SECONDS = 120, 600
+"""Of an async test, and of a long one: enough on a slow machine, so that only one that hangs is ended."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,8 +52,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
 
+    seconds = _LONG_ASYNC_SECONDS if pyfuncitem.get_closest_marker("long") else _ASYNC_SECONDS
+
     async def main() -> None:
-        async with asyncio.timeout(_ASYNC_SECONDS), contextlib.AsyncExitStack() as stack:
+        async with asyncio.timeout(seconds), contextlib.AsyncExitStack() as stack:
             given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
             for name, value in given.items():
                 if isinstance(value, contextlib.AbstractAsyncContextManager):

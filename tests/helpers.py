@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 import headrace
+from headrace.run.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
     from headrace.launch.launcher import RunResult
 
@@ -43,6 +48,13 @@ def small_run(folder: Path | None, **changes: Any) -> RunResult:
     return headrace.train(run_dir=folder, **{**settings, **arguments})
 
 
+def books_close(summary: dict[str, Any]) -> bool:
+    """Whether every rollout that was submitted is in one place."""
+    counts = dict(summary["accounting"])
+    counts.pop("evaluation")
+    return counts.pop("submitted") == sum(counts.values()) > 0
+
+
 def weights(checkpoint: str | Path | None) -> dict[str, torch.Tensor]:
     assert checkpoint is not None
     return load_file(f"{checkpoint}/model.safetensors")
@@ -51,3 +63,38 @@ def weights(checkpoint: str | Path | None) -> dict[str, torch.Tensor]:
 def same_weights(left: str | Path | None, right: str | Path | None) -> bool:
     ours, theirs = weights(left), weights(right)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def failing_loss(folder: Path) -> str:
+    """A loss whose fifth call raises, as `train.loss` names it."""
+    path = folder / "failing_loss.py"
+    path.write_text(
+        "calls = []\n"
+        "def fails(tokens):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 5:\n"
+        "        raise RuntimeError('out of luck')\n"
+        "    return -tokens.ratio() * tokens.advantages, {}\n"
+    )
+    return f"{path}:fails"
+
+
+def run_on_a_full_disk(run: Callable[..., RunResult], disk: Path, cache: Path) -> CheckpointError:
+    """Its weights are rescued, and the same command goes on once there is room; returns how it failed."""
+    folder, kept = disk / "run", disk / "run" / "checkpoints"
+    settings: dict[str, Any] = {"steps": 9, "observe": {"keep_rollouts_every": 0, "trace": False}}
+    settings["model"] = {"hidden_size": 96, "num_heads": 3, "num_layers": 2}
+    with pytest.raises(CheckpointError, match=r"No space left on device|os error 28") as caught:
+        run(folder, **settings)
+    message = str(caught.value)
+    rescued = message.partition("it is in ")[2].partition(",")[0]
+    assert "Nothing is lost" in message and rescued.startswith(str(cache)) and weights(rescued)
+    assert int(rescued.rpartition("-")[2]) < 9
+    assert any(kept.glob("step-*")) and all(weights(path) for path in kept.glob("step-*")) and not any(kept.glob(".*"))
+    for path in kept.glob("step-*"):
+        shutil.rmtree(path)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    result = run(folder, **settings)
+    assert result.summary["status"] == "finished" and result.summary["accounting"]["trained"] == 9 * 16
+    assert not Path(rescued).exists()
+    return caught.value

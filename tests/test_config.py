@@ -196,7 +196,7 @@ def test_every_section_is_documented() -> None:
         ({"tasks": [{}]}, "tasks.0.source is missing"),
         ({"reward": {"functions": ["a:b"], "weights": [1, 2]}}, "reward.weights = [1.0, 2.0]: 1 functions need as many"),
         ({"reward.attempts": 0}, "reward.attempts = 0"),
-        ({"sampling.temperature": 0}, "sampling.temperature = 0.0: must be a number above 0 to train"),
+        ({"sampling.temperature": 0}, "sampling.temperature = 0.0: must be a number above 0; evaluate.greedy"),
         ({"sampling.top_k": -1}, "sampling.top_k = -1"),
         ({"sampling.top_p": 0}, "sampling.top_p = 0.0"),
         ({"sampling.min_p": 1}, "sampling.min_p = 1.0"),
@@ -615,12 +615,6 @@ def test_a_keyword_of_python_is_answered_as_it_is_written_there() -> None:
 # The command line, in a process of its own
 
 
-def headrace(*arguments: str, python: tuple[str, ...] = ("-m", "headrace.cli")) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *python, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-
 HEAVY = ("torch", "transformers", "pyarrow", "safetensors", "rich")
 WITHOUT_TORCH = f"""
 import sys
@@ -633,47 +627,26 @@ print("heavy:", [name for name in {HEAVY} if name in sys.modules])
 """
 
 
-def test_a_mistyped_setting_is_answered_with_the_nearest_and_status_2() -> None:
+def headrace(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_mistake_is_answered_in_one_line_without_importing_torch() -> None:
     done = headrace("train", "recipes/quickstart.toml", "--train.lerning_rate=1")
-    assert done.returncode == 2
+    assert done.stdout == "status 2\nheavy: []\n"
     message = "headrace: override: train.lerning_rate is not a setting; did you mean train.learning_rate?"
     assert done.stderr.strip() == message
-    assert done.stdout == ""
-
-
-def test_a_mistake_is_answered_without_importing_torch() -> None:
-    done = headrace("train", "recipes/quickstart.toml", "--train.lerning_rate=1", python=("-c", WITHOUT_TORCH))
-    assert "status 2\nheavy: []" in done.stdout
-    assert "train.learning_rate" in done.stderr
 
 
 def test_a_dry_run_shows_the_resolved_recipe_without_importing_torch() -> None:
-    done = headrace("train", "recipes/quickstart.toml", "--dry-run", "--steps=9", python=("-c", WITHOUT_TORCH))
+    done = headrace("train", "recipes/quickstart.toml", "--dry-run", "--steps=9")
     assert "status 0\nheavy: []" in done.stdout, done.stderr
     text = done.stdout
     assert "256 rollouts = 32 tasks × 8 siblings" in text and "nothing was started" in text
-    resolved = text[text.index("\nsteps = 9") : text.index("\ndry run:")]
+    resolved = text[text.index("\nsteps = 9") : text.index("\nbatch      256 rollouts")]
     assert parse_recipe(resolved, name="printed") == load_recipe(QUICKSTART, {"steps": 9})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("train", "no/such.toml"), "no/such.toml: no such recipe"),
-        (("train", "recipes/quickstart.toml", "--steps"), "--section.key=value"),
-        (("train", "recipes/quickstart.toml", "--steps=many"), "steps = 'many': must be a whole number"),
-        (("train", "recipes/quickstart.toml", "--tasks.3.source=x"), "must be an index below 1"),
-    ],
-)
-def test_a_mistake_on_the_command_line_is_one_line_and_status_2(arguments: tuple, problem: str, monkeypatch, capsys) -> None:
-    from headrace.cli import main
-
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert problem in error and error.startswith("headrace: ") and error.count("\n") == 1
 
 
 def test_an_override_of_another_command_is_refused(capsys) -> None:

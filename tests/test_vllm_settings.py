@@ -11,7 +11,8 @@ import torch
 
 from headrace.config import Recipe, make_recipe, parse_recipe
 from headrace.engine import VllmSettings
-from headrace.engine.vllm.kind import choose_handover, gpu_share, gpus_of
+from headrace.engine.kind import EnginePlace
+from headrace.engine.vllm.kind import choose_handover, gpu_share, gpus_of, visible_to
 from headrace.engine.vllm.open import server_arguments
 from headrace.launch.build import check_engine, check_sync, preflight
 from headrace.launch.inputs import UserInputs
@@ -264,6 +265,26 @@ def test_weights_take_the_shortest_way_that_the_gpus_have(monkeypatch, gpus: int
     recipe = vllm(**({} if "vllm__urls" in settings else {"count": 2}) | settings)
     places = [receiving_device(recipe, each) for each in (0, 1)]
     assert (choose_handover(recipe, device=choose_device(recipe)), choose_transport(recipe), places) == ways
+
+
+def test_servers_have_the_gpus_that_no_trainer_has(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    place = {"name": "engine-1", "index": 1, "device": "cuda:2", "receives_on": "cpu", "log": tmp_path, "folder": tmp_path}
+    two = {"engine.kind": "vllm", "engine.vllm.arguments": {"tensor_parallel_size": 2}}
+    here = make_recipe({**two, "cluster.listen": "h:1"})
+    assert visible_to(here, EnginePlace(**place, is_far=True)) == "6,7", "as the host offers"
+    assert visible_to(here, EnginePlace(**{**place, "index": 0})) == "5,6", "after the trainer's"
+    far = make_recipe({**two, "engine.count": 2, "cluster.listen": "h:1", "cluster.trainer_joins": True})
+    assert [gpus_of(far, index, count=4) for index in range(2)] == [[0, 1], [2, 3]]
+    assert choose_handover(far, device="cuda") == "folder"
+    with pytest.raises(ConfigError, match=r"^engine.vllm.handover = 'nccl': NCCL wants a GPU for each end"):
+        choose_handover(make_recipe({**to_dict(far), "engine.vllm.handover": "nccl"}), device="cuda")
+    ray = make_recipe({**two, "orchestrate": "ray", "cluster.listen": "h:1", "engine.vllm.handover": "nccl"})
+    assert (choose_handover(ray, device="cuda"), choose_transport(ray)) == ("folder", "http")
+    assert gpu_share(ray, 0, held=10, total=100) == 0.92
+    check_engine(ray)
 
 
 def test_handovers_that_the_gpus_do_not_allow_are_refused(monkeypatch) -> None:

@@ -37,7 +37,7 @@ from headrace.trainer import (
     ParameterSettings,
     Ranks,
     TrainSettings,
-    sharded_saving,
+    saving,
 )
 
 _PHASE_SECONDS = {"cpu": 280.0, "cuda": 120.0}
@@ -229,7 +229,7 @@ def check_full_disk(trainer: DeviceTrainer, ranks: Ranks, folder: Path) -> None:
     if ranks.rank != 1:
         trainer.save(lost)
         return
-    with patch.object(sharded_saving, "save_file", fail), pytest.raises(OSError, match="No space left"):
+    with patch.object(saving, "save_file", fail), pytest.raises(OSError, match="No space left"):
         trainer.save(lost)
 
 

@@ -45,7 +45,7 @@ _ON_GPU = {
 }
 VARIABLES = _ON_GPU if HAS_GPU else _ON_CPU
 MISSING = "vLLM is not set up: `make vllm`"
-CONTEXT = 128
+CONTEXT = 256
 SLOTS = 256
 
 

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.launch import sigterm_as_interrupt
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -71,4 +72,5 @@ def _bench(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     if options.model is not None and not (Path(options.model) / "config.json").is_file():
         raise ConfigError(f"--model = {options.model}: the folder does not exist, or has no config.json")
     module = importlib.import_module(f"headrace.bench.{options.name}")
-    return int(module.run(quick=options.quick, json_file=options.json, **given))
+    with sigterm_as_interrupt():
+        return int(module.run(quick=options.quick, json_file=options.json, **given))

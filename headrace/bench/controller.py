@@ -15,6 +15,7 @@ import statistics
 import threading
 import time
 import timeit
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from headrace.bench.controller_in_flight import hour, many_calls
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.stubs import COMPLETION, PROMPT, StartObserver, StubTrainer, WaveEngine, answer, make_session
 from headrace.config import make_recipe
-from headrace.engine import EnginePool, RemoteEngine
+from headrace.engine import EnginePool, RemoteEngine, Request, SampledSince, pack_sampled
 from headrace.records import Rollout, Sampling, decode, encode, pack_rollouts, unpack_rollouts, unpack_samplings
 from headrace.rpc import Listener, Peer, StreamClosed, connect
 from headrace.run import fewer_gc_pauses
@@ -179,12 +180,12 @@ async def _echo(address: str) -> None:
     done = answer(0)
 
     def on_work(value: Any) -> None:  # noqa: ANN401
-        rollouts = unpack_rollouts(value["rollouts"])
-        unpack_samplings(value["samplings"])
-        finished = [done.replace(id=r.id, episode=r.episode, group=r.group, index=r.index) for r in rollouts]
-        starts = np.zeros(len(finished), dtype=np.int64)
-        data.notify("done", {"keys": value["keys"], "starts": starts, "rollouts": pack_rollouts(finished)})
-        data.notify("pull", len(rollouts))
+        calls = map(Request, unpack_rollouts(value["rollouts"]), unpack_samplings(value["samplings"]), repeat(print))
+        ended = [SampledSince.rest(call, done, num_before=0) for call in calls]
+        for each, key in zip(ended, value["keys"].tolist(), strict=True):
+            each.request.key = key
+        data.notify("sampled", pack_sampled(ended, policy="policy"))
+        data.notify("pull", len(ended))
 
     control = Peer(await connect(address, token=_TOKEN, name="engine-0", channel="control"))
     data = Peer(await connect(address, token=_TOKEN, name="engine-0", channel="data"), notices={"work": on_work})

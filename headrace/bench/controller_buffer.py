@@ -41,10 +41,9 @@ async def _put_and_take(*, num_episodes: int, max_bytes: int | None, size: int) 
             buffer.suspects(older_than=0)
             taken = buffer.take()
             num_taken += len(taken) if journal is None else len(await asyncio.to_thread(buffer.load, taken))
-            buffer.loaded(taken)
         spent = time.thread_time() - began[0], time.process_time() - began[1]
         if journal is not None:
-            journal.close(is_over=True)
+            journal.end(is_over=True)
     count = num_taken * size
     return {"loop": 1e6 * spent[0] / count, "process": 1e6 * spent[1] / count, "bytes": most}
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.bench.child import Child
-from headrace.bench.emulated import EmulatedScorer
 from headrace.bench.harness import Row
 from headrace.bench.many_engines import TOKEN
-from headrace.bench.stubs import StartObserver, StubTrainer, make_session
+from headrace.bench.stubs import StartObserver, StubScorer, StubTrainer, make_session
 from headrace.config import make_recipe
 from headrace.engine import EnginePool, RemoteEngine
 from headrace.rpc import Listener, Peer, StreamClosed
@@ -162,7 +161,7 @@ async def _train(crowd: Crowd, pool: EnginePool) -> dict[str, float]:
     )
     lineage, observer = Lineage.new(), StartObserver()
     trainer = _CountingTrainer(lineage)
-    roles: dict[str, Any] = {"engine": pool, "trainer": trainer, "scorer": EmulatedScorer(0.0)}
+    roles: dict[str, Any] = {"engine": pool, "trainer": trainer, "scorer": StubScorer()}
     session = make_session(recipe, lineage, observer, **roles, num_tasks=crowd.rollouts // 8)
     await session.train()
     spent = time.thread_time() - observer.started

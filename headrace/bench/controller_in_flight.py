@@ -20,8 +20,8 @@ import numpy as np
 from headrace.bench.child import Child
 from headrace.bench.loads import finished
 from headrace.bench.measure import held_bytes
-from headrace.engine import EnginePool, RemoteEngine, pack_tokens
-from headrace.records import Rollout, Sampling, decode, encode, pack_rollouts, unpack_rollouts, unpack_samplings
+from headrace.engine import EnginePool, RemoteEngine, Request, SampledSince, pack_sampled
+from headrace.records import Rollout, Sampling, decode, encode, unpack_rollouts, unpack_samplings
 from headrace.run import fewer_gc_pauses
 
 if TYPE_CHECKING:
@@ -81,24 +81,24 @@ class ReportingEngine:
         self.notices[name](decode(encode(value)))
 
     def report(self, rate: int, *, version: int) -> None:
-        """A second later: what was sampled, then the calls that have ended."""
+        """A second later: what was sampled, then the calls that have ended; nothing if there are no calls."""
+        if not self._calls:
+            return
         counts = [min(rate, sampling.max_tokens - self._sampled[key]) for key, (_, sampling) in self._calls.items()]
-        total = sum(counts)
-        sampled = {
-            "calls": [[key, count, 0.0, "bench"] for key, count in zip(self._calls, counts, strict=True)],
-            "tokens": pack_tokens(np.full(total, 7), np.full(total, -1), np.full(total, version)),
-            "masks": {},
-            "entropies": None,
-            "policy": "policy",
-        }
-        self._tell("sampled", sampled)
+        requests = [Request(*call, print, key=key) for key, call in self._calls.items()]
+        sampled = [
+            SampledSince(request, np.full(count, 7), np.full(count, -1), np.full(count, version), (), "bench")
+            for request, count in zip(requests, counts, strict=True)
+        ]
+        self._tell("sampled", pack_sampled(sampled, policy="policy"))
         for key, count in zip(self._calls, counts, strict=True):
             self._sampled[key] += count
         ended = [key for key, (_, sampling) in self._calls.items() if self._sampled[key] == sampling.max_tokens]
         if ended:
-            done = [finished(self._calls.pop(key)[0], np.full(self._sampled.pop(key), 7), lineage="bench") for key in ended]
-            keys, starts = np.array(ended, dtype=np.int64), np.zeros(len(ended), dtype=np.int64)
-            self._tell("done", {"keys": keys, "starts": starts, "rollouts": pack_rollouts(done)})
+            calls = [(Request(*self._calls.pop(key), print, key=key), self._sampled.pop(key)) for key in ended]
+            done = [(call, finished(call.rollout, np.full(count, 7), lineage="bench"), count) for call, count in calls]
+            rests = [SampledSince.rest(call, rollout, num_before=count) for call, rollout, count in done]
+            self._tell("sampled", pack_sampled(rests, policy="policy"))
             self._tell("pull", len(ended))
 
 

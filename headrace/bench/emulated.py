@@ -14,21 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from headrace.bench.emulated_engines import EmulatedCluster
-from headrace.bench.stubs import StubTrainer, make_session
+from headrace.bench.stubs import StubScorer, StubTrainer, make_session
 from headrace.bench.virtual_time import run_virtually
 from headrace.config import make_recipe
 from headrace.observe import Observer
-from headrace.records import Scored
 from headrace.sync import Lineage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from headrace.bench.emulated_load import Load
     from headrace.config import Recipe
     from headrace.observe import Timeline
-    from headrace.records import Batch, Episode, WeightUpdate
-    from headrace.score import Sums
+    from headrace.records import Batch, WeightUpdate
     from headrace.trainer import Published
 
 
@@ -82,7 +78,7 @@ async def _emulate(load: Load, recipe: Recipe) -> Measured:
     roles: dict[str, Any] = {
         "engine": cluster,
         "trainer": trainer,
-        "scorer": EmulatedScorer(load.score_seconds),
+        "scorer": StubScorer(seconds=load.score_seconds),
         "versions": lambda: {engine.name: engine.version for engine in cluster.engines},
         "lender": cluster if recipe.engine.lend else None,
     }
@@ -175,26 +171,3 @@ class EmulatedTrainer(StubTrainer):
         self._held.set()
 
     abort = release
-
-
-class EmulatedScorer:
-    """Scores every round of episodes within `score_seconds`; siblings get different scores."""
-
-    weights: dict[str, float] = {}  # noqa: RUF012
-    num_calls = 0
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    async def score(self, episodes: Sequence[Episode], *, is_training: bool = True) -> list[Episode]:
-        await asyncio.sleep(self._seconds)
-        self.num_calls += len(episodes)
-        return [_scored(episode) for episode in episodes]
-
-    def take_logged(self) -> Sums:
-        return {}
-
-
-def _scored(episode: Episode) -> Episode:
-    outcome = Scored(float(episode.rollouts[0].index % 4))
-    return episode.replace(outcome=outcome, rollouts=tuple(each.replace(outcome=outcome) for each in episode.rollouts))

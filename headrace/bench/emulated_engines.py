@@ -13,14 +13,15 @@ import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.bench.loads import finished
 from headrace.bench.stubs import InstantEngine
 from headrace.engine import EngineState, InFlight
 from headrace.partial import Interrupt
-from headrace.records import Call, FinishReason, Rollout, Sampling, WeightUpdate
+from headrace.records import FinishReason, Rollout, Sampling, WeightUpdate
 
 if TYPE_CHECKING:
     from headrace.bench.emulated_load import Load
@@ -117,16 +118,10 @@ class _EmulatedEngine:
         return np.asarray(versions, dtype=np.int32)[np.searchsorted(np.asarray(starts), steps, side="right") - 1]
 
     def grown(self, call: _Running, count: int, reason: FinishReason) -> Rollout:
-        rollout, start = call.rollout, len(call.rollout)
         if not count:
-            return rollout
-        times = {"started": 0.0, "finished": 0.0}
-        made = Call(start=start, stop=start + count, engine=self.name, sampling=call.sampling, finish_reason=reason, **times)
-        token_ids, logprobs = np.full(count, 10, dtype=np.int32), np.full(count, -1.0, dtype=np.float32)
-        versions = self.versions(call, count)
-        return rollout.extend(
-            made, token_ids=token_ids, logprobs=logprobs, versions=versions, policy=rollout.policy, lineage=self.lineage
-        )
+            return call.rollout
+        how: dict[str, Any] = {"sampling": call.sampling, "engine": self.name, "reason": reason, "lineage": self.lineage}
+        return finished(call.rollout, np.full(count, 10), version=self.versions(call, count), **how)
 
     def _stall(self, seconds: float) -> None:
         self._stalled_until = max(self._stalled_until, time.monotonic()) + seconds

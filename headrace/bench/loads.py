@@ -144,18 +144,21 @@ def finished(
     token_ids: Array,
     *,
     logprobs: Array | float = -1.0,
-    version: int = 0,
+    version: Sequence[int] | Array | int = 0,
+    policy: str = "policy",
     lineage: str = "",
     sampling: Sampling | None = None,
+    engine: str = "bench",
+    reason: FinishReason = FinishReason.LENGTH,
 ) -> Rollout:
-    """The prompt extended by a completion of these tokens."""
+    """The prompt extended by a completion of these tokens, all of one version or each of its own."""
     count, start = len(token_ids), len(prompt)
     call = Call(
         start=start,
         stop=start + count,
-        engine="bench",
+        engine=engine,
         sampling=sampling or Sampling(max_tokens=count),
-        finish_reason=FinishReason.LENGTH,
+        finish_reason=reason,
         started=0.0,
         finished=0.0,
     )
@@ -163,8 +166,8 @@ def finished(
         call,
         token_ids=np.asarray(token_ids, dtype=np.int32),
         logprobs=np.broadcast_to(np.asarray(logprobs, dtype=np.float32), count).copy(),
-        versions=np.full(count, version, dtype=np.int32),
-        policy="policy",
+        versions=np.broadcast_to(np.asarray(version, dtype=np.int32), count).copy(),
+        policy=policy,
         lineage=lineage,
     )
 

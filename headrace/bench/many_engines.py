@@ -1,7 +1,8 @@
 """A thousand emulated engines in a process of their own, at the far end of real streams, for `headrace bench controller`.
 
 Each pulls as a real one does and holds what it gets. Once so many calls are in flight over all of them, engine after engine
-ends `BURST` of its calls; most tokens of long ones are reported before, in portions of `REPORT`.
+ends `BURST` of its calls; most tokens of long ones are reported before, as a worker does it that looks at its calls every
+`REPORT` tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.bench.loads import finished
-from headrace.engine import EngineState, pack_tokens
-from headrace.records import Rollout, WeightUpdate, pack_rollouts, portions, unpack_rollouts
+from headrace.engine import LEAST_GROWTH, TELL_ALL, EngineState, Request, SampledSince, pack_sampled
+from headrace.records import Rollout, Sampling, WeightUpdate, unpack_rollouts
 from headrace.rpc import Peer, StreamClosed, connect
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 BURST = 8
 """Calls of one engine that end together."""
 REPORT = 256
-"""Tokens of a call that are reported at once."""
+"""Tokens of a call in the second between two reports."""
 TOKEN = "bench"
+_SAMPLING = Sampling()
 _ENDS_LATE = 0.9
 """Of a call's tokens, those reported before it ends."""
 
@@ -79,11 +81,16 @@ class _Engine:
         """End some of its calls; returns how many."""
         ending = [self.calls.popleft() for _ in range(min(BURST, len(self.calls)))]
         rollouts = [self._complete(prompt) for _, prompt in ending]
-        keys = np.asarray([key for key, _ in ending], np.int64)
-        self._report(keys, rollouts)
-        for span in portions(rollouts):
-            starts = np.zeros(len(keys[span]), np.int64)
-            self._data.notify("done", {"keys": keys[span], "starts": starts, "rollouts": pack_rollouts(rollouts[span])})
+        requests = [Request(prompt, _SAMPLING, print, key=key) for key, prompt in ending]
+        told, most = [0] * len(ending), [int(_ENDS_LATE * each.num_sampled) for each in rollouts]
+        for now in range(REPORT, max(most, default=0) + 1, REPORT):
+            least = LEAST_GROWTH if now % (TELL_ALL * REPORT) else 0.0
+            grown = [at for at, end in enumerate(most) if now <= end and now - told[at] > least * told[at]]
+            if grown:
+                self._tell([_part(requests[at], rollouts[at], told[at], now) for at in grown])
+            for at in grown:
+                told[at] = now
+        self._tell([SampledSince.rest(*each[:2], num_before=each[2]) for each in zip(requests, rollouts, told, strict=True)])
         self._data.notify("pull", len(ending))
         await self._data.stream.drain()
         return len(ending)
@@ -93,22 +100,13 @@ class _Engine:
         self.num_sampled += length
         return finished(prompt, self._crowd.tokens[:length], version=self.version, lineage=self.lineage)
 
-    def _report(self, keys: np.ndarray[Any, Any], rollouts: list[Rollout]) -> None:
-        """As engines do every second, of all calls at once: those that have ended by then are left out."""
-        known = [int(_ENDS_LATE * each.num_sampled) // REPORT for each in rollouts]
-        for number in range(max(known, default=0)):
-            rows = [row for row, count in enumerate(known) if count > number]
-            count = len(rows) * REPORT
-            self._data.notify(
-                "sampled",
-                {
-                    "calls": [[key, REPORT, 0.0, self.lineage] for key in keys[rows].tolist()],
-                    "tokens": pack_tokens(np.resize(self._crowd.tokens, count), np.zeros(count), np.full(count, self.version)),
-                    "entropies": None,
-                    "masks": {},
-                    "policy": "policy",
-                },
-            )
+    def _tell(self, sampled: list[SampledSince]) -> None:
+        self._data.notify("sampled", pack_sampled(sampled, policy="policy"))
+
+
+def _part(request: Request, rollout: Rollout, start: int, stop: int) -> SampledSince:
+    rest, num = SampledSince.rest(request, rollout, num_before=start), stop - start
+    return rest._replace(**{name: getattr(rest, name)[:num] for name in ("token_ids", "logprobs", "versions")}, end=None)
 
 
 class _Crowd:

@@ -19,20 +19,19 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.loads import lognormal_lengths
 from headrace.bench.step_recorder import RecordedStep, StepRecorder, exchanges_of, stalls_of, usual_step
-from headrace.bench.stubs import StubTrainer, drive, make_run
+from headrace.bench.stubs import PlannedLengths, StubScorer, StubTrainer, drive, make_run
 from headrace.config import make_recipe
 from headrace.engine import HeldAdapter, NativeEngine, build_core
 from headrace.launch import UserInputs, make_roles, model_folder, pick_device, set_threads
 from headrace.model import named_tensors
 from headrace.observe import Observer, ProcessTimeline
-from headrace.records import Scored
 from headrace.run import POLICY, Run
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 from headrace.trainer import Published
@@ -44,10 +43,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.config import Recipe
-    from headrace.envs import EngineClient
-    from headrace.records import Array, Batch, Episode, Rollout, WeightUpdate
-    from headrace.run import EpisodeInFlight, PolicyState, Roles, StartedBatch
-    from headrace.score import Sums
+    from headrace.records import Array, Batch, Rollout, WeightUpdate
+    from headrace.run import PolicyState, Roles, StartedBatch
 
     Figures = dict[tuple[str, str], float]
     """Of one turn, by name and unit."""
@@ -158,18 +155,7 @@ def _recipe(plan: Plan, settings: dict[str, Any]) -> Recipe:
     )
 
 
-class LongTail(Run):
-    """A run whose rollout lengths depend only on group, index and turn: the same for every choice."""
-
-    lengths: tuple[int, ...] = ()
-    turn = 0
-
-    def client(self, record: EpisodeInFlight) -> EngineClient:
-        client = super().client(record)
-        place = (record.group.number * self.recipe.train.group_size + record.index + 977 * self.turn) % len(self.lengths)
-        client.sampling = dataclasses.replace(client.sampling, max_tokens=self.lengths[place])
-        return client
-
+class CountedRun(Run):
     async def lost_tokens(self) -> int:
         """Tokens sampled for groups that were or will be dropped: a group over age is lost, cancelled or not."""
         policy = self.policies[POLICY]
@@ -182,19 +168,6 @@ class UnscoredEngine(NativeEngine):
 
     async def score(self, rollouts: Sequence[Rollout], *, held: HeldAdapter | None = None) -> list[Array]:
         return [np.zeros(len(rollout), dtype=np.float32) for rollout in rollouts]
-
-
-class EvenScorer:
-    """Rewards rollouts of even length: siblings differ, and it takes no time."""
-
-    num_calls = 0
-    weights: ClassVar[dict[str, float]] = {}
-
-    def take_logged(self) -> Sums:
-        return {}
-
-    async def score(self, episodes: Sequence[Episode], *, is_training: bool = True) -> list[Episode]:
-        return [episode.replace(outcome=Scored(float(len(episode.rollouts[0]) % 2))) for episode in episodes]
 
 
 class SlowTrainer(StubTrainer):
@@ -245,7 +218,9 @@ async def _measure(plan: Plan, recipe: Recipe, path: str) -> dict[str, list[Figu
 
     trainer = SlowTrainer(sync, tensors, seconds=plan.seconds)
     roles = make_roles(recipe, path, UserInputs(), engine=engine, trainer=trainer, services=(watch_engine,))
-    roles = dataclasses.replace(roles, scorer=EvenScorer(), stop_ids=())  # every rollout reaches its full length
+    roles = dataclasses.replace(
+        roles, scorer=StubScorer(lambda rollout: len(rollout) % 2), stop_ids=()
+    )  # every rollout reaches its full length
     recorder, observer = StepRecorder(core), Observer(elsewhere=("engine", "trainer"))
     seen: dict[str, list[Figures]] = {name: [] for name in CHOICES}
     engine.start()
@@ -261,9 +236,15 @@ async def _measure(plan: Plan, recipe: Recipe, path: str) -> dict[str, list[Figu
 
 
 async def _turn(plan: Plan, given: tuple[Recipe, Roles, Lineage, Observer], recorder: StepRecorder, number: int) -> Figures:
-    """Run the loops, and measure after the warm-up versions."""
+    """Run the loops, and measure after the warm-up versions. Lengths follow from group, index and turn alone: they are the same
+    for every choice."""
+    recipe, roles, lineage, observer = given
+    lengths = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap)
     lags: list[Array] = []
     started, lost = 0.0, 0
+
+    def length_of(group: int, index: int) -> int:
+        return lengths[(group * plan.group_size + index + 977 * number) % len(lengths)]
 
     def on_trained(_: PolicyState, batch: StartedBatch) -> None:
         if started:
@@ -282,8 +263,9 @@ async def _turn(plan: Plan, given: tuple[Recipe, Roles, Lineage, Observer], reco
         return seconds, await measured.lost_tokens() - lost
 
     versions = plan.versions + _WARM_VERSIONS
-    measured = make_run(LongTail, *given, versions=versions, after_version=after_version, on_trained=on_trained)
-    measured.lengths, measured.turn = lognormal_lengths(4096, mean=plan.mean, sigma=1.0, cap=plan.cap), number
+    roles = dataclasses.replace(roles, environment=PlannedLengths(length_of))
+    how: dict[str, Any] = {"versions": versions, "after_version": after_version, "on_trained": on_trained}
+    measured = make_run(CountedRun, recipe, roles, lineage, observer, **how)
     seconds, wasted = await drive(measured, on_end=on_end)
     trained = np.concatenate(lags)
     return figures_of(seconds=seconds, wasted=wasted, lags=trained, steps=recorder.steps, recomputed=recorder.recomputed)

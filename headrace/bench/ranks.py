@@ -1,13 +1,19 @@
-"""`headrace bench ranks`: two trainer ranks on two cores against one rank on one, how evenly a long tail is spread, and memory
-(`ranks_memory`).
+"""`headrace bench ranks`: several trainer ranks: how evenly a long tail is spread over them, each one's memory beside what is
+predicted, and the speed of two on two cores against one rank on one.
 
-Every process is pinned to one core and computes with one thread. Two cores often share more than they seem to (memory, a clock,
-sometimes one real core), so that two trainers that know nothing of each other, run at once, are the bound for two ranks. FSDP2
-takes turns with ours: the same model and passes, in its own loop, against that loop alone.
+Every process of the part `cores` is pinned to one core and computes with one thread. Two cores often share more than they seem
+to (memory, a clock, sometimes one real core), so that two trainers that know nothing of each other, run at once, are the bound
+for two ranks. FSDP2 takes turns with ours: the same model and passes, in its own loop, against that loop alone.
+
+A rank's memory is the peak of its process within a step, less its size before it had the model. The C library keeps freed
+blocks of up to 32 MB for later, in which a layer of this model would fit: here it gives back all above 1 MB, as it does with
+the layers of large models.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import statistics
 import tempfile
@@ -18,21 +24,28 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.bench.child import Child, PeerFailed
 from headrace.bench.harness import Row, run_parts, take_turns
-from headrace.bench.loads import MEDIUM, lognormal_lengths, make_rollouts, model_shape, write_random_model
-from headrace.bench.ranks_memory import memory
+from headrace.bench.loads import MEDIUM, SMALL, lognormal_lengths, make_rollouts, model_shape, write_random_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from headrace.records import Batch
+    from headrace.trainer import DeviceTrainer, Ranks
+
 _PROMPT = 16
-_START = 300.0
-QUICK = {"num_hidden_layers": 2, "vocab_size": 1024}
-LARGE = model_shape("qwen3", 4096, 512, 1536, 6, 8, 4, 64, 2048)
+_SECONDS = 600.0
+_MMAP_THRESHOLD = -3
+TIMED = model_shape("qwen3", 4096, 512, 1536, 6, 8, 4, 64, 2048)
 """With more to gather per token than `MEDIUM`."""
+QUICK_TIMED = MEDIUM | {"num_hidden_layers": 2, "vocab_size": 1024}
+WEIGHED = model_shape("qwen3", 16_384, 768, 2304, 12, 12, 6, 64, 2048) | {"tie_word_embeddings": False}
+"""110 million parameters."""
+QUICK_WEIGHED = WEIGHED | {"num_hidden_layers": 4, "vocab_size": 8192}
+_WEIGHED_LENGTHS = [64, 48, 60, 56]
 
 
 def run(*, only: str | None = None, quick: bool, json_file: Path | None) -> int:
-    """`--quick` takes a smaller model and one turn."""
+    """`--quick` takes smaller models and fewer turns."""
     parts = {
         "balance": lambda: balance(quick=quick),
         "memory": lambda: memory(quick=quick),
@@ -62,47 +75,65 @@ def balance(*, quick: bool) -> Iterator[list[Row]]:
         ]
 
 
+def memory(*, quick: bool) -> Iterator[list[Row]]:
+    """The fullest rank's peak, with the weights on one, two and four ranks."""
+    from headrace.model import ModelSettings, ModelShape, load_config, parameter_shapes
+    from headrace.trainer import ParallelSettings, TrainSettings, predict_memory
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = write_random_model(QUICK_WEIGHED if quick else WEIGHED, folder / "model", dtype="float32")
+        small = write_random_model(SMALL, folder / "small", dtype="float32")
+        num_parameters = sum(map(math.prod, parameter_shapes(ModelSettings(path=path)).values()))
+        for dtype in ("float32",) if quick else ("float32", "bfloat16"):
+            for count in (1, 2) if quick else (1, 2, 4):
+                settings = {"model": path, "small": small, "lengths": _WEIGHED_LENGTHS, "budget": max(_WEIGHED_LENGTHS)}
+                with ExitStack() as stack:
+                    layouts = [{"shard": count, "rank": rank, "dtype": dtype} for rank in range(count)]
+                    children = _start(stack, f"{dtype}-{count}", "weigh", layouts, folder=folder, **settings)
+                    real = max(float(child.hear(seconds=_SECONDS)["bytes"]) for child in children)
+                found = predict_memory(
+                    ModelShape.of(load_config(path)),
+                    TrainSettings(parallel=ParallelSettings(shard=count)),
+                    dtype=dtype,
+                    tokens=max(_WEIGHED_LENGTHS),
+                    on_gpu=False,
+                    num_parameters=num_parameters,
+                )
+                predicted = found.total - found.process - found.saving  # no checkpoint is written meanwhile
+                layout = f"{dtype}, {count} rank{'s' if count > 1 else ''}"
+                yield [
+                    Row(f"{layout}: the fullest rank's peak", real / 1e6, "MB"),
+                    Row(f"{layout}: predicted ÷ real", predicted / real, "ratio", goal="0.9 to 1.1"),
+                ]
+
+
 def cores(*, quick: bool) -> Iterator[list[Row]]:
     free = sorted(os.sched_getaffinity(0))
     if len(free) < 2:
         raise PeerFailed("two ranks need two cores")
     turns, count = (2, 12) if quick else (3, 32)
     lengths = [_PROMPT + each for each in lognormal_lengths(count, mean=130, sigma=0.8, cap=900)]
+    apart = [{"core": core} for core in free[:2]]
+    sharded = [{"core": core, "shard": 2, "rank": rank} for rank, core in enumerate(free[:2])]
+    replicated = [{"core": core, "replicate": 2, "rank": rank} for rank, core in enumerate(free[:2])]
+    wanted = {"alone": ("train", apart), "sharded": ("train", sharded)}
+    if not quick:
+        wanted["replicated"] = ("train", replicated)
+        wanted |= {"FSDP2 alone": ("train_fsdp2", apart), "FSDP2": ("train_fsdp2", sharded)}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        model = write_random_model(MEDIUM | QUICK if quick else LARGE, folder / "model", dtype="float32")
-        given = {"model": model, "lengths": lengths, "budget": 2048}
-
-        def start(what: str, function: str, layouts: Sequence[Mapping[str, Any]]) -> list[Child]:
-            started = []
-            for place, layout in enumerate(layouts):
-                settings = {**given, **layout, "core": free[place], "meeting": f"{folder}/{what}"}
-                log = folder / f"{what}-{place}.log"
-                started.append(stack.enter_context(Child(what, f"headrace.bench.ranks:{function}", settings, log=log)))
-            return started
-
-        def ranks(**layout: int) -> list[dict[str, int]]:
-            return [{**layout, "rank": rank} for rank in range(2)]
-
-        children = {
-            "alone": start("alone", "train", [{}, {}]),
-            "sharded": start("sharded", "train", ranks(shard=2)),
-        }
-        if not quick:
-            children |= {
-                "replicated": start("replicated", "train", ranks(replicate=2)),
-                "FSDP2 alone": start("fsdp2-alone", "train_fsdp2", [{}, {}]),
-                "FSDP2": start("fsdp2", "train_fsdp2", ranks(shard=2)),
-            }
+        model = write_random_model(QUICK_TIMED if quick else TIMED, Path(name) / "model", dtype="float32")
+        settings: dict[str, Any] = {"folder": Path(name), "model": model, "lengths": lengths, "budget": 2048}
+        children = {what: _start(stack, what, function, layouts, **settings) for what, (function, layouts) in wanted.items()}
         for each in children.values():
             for child in each:
-                child.hear(seconds=_START)
+                child.hear(seconds=_SECONDS)
 
         def turn_of(asked: Sequence[Child]) -> Callable[[int], float]:
             def turn(number: int) -> float:
                 for child in asked:
                     child.tell(number)
-                return max(float(child.hear(seconds=_START)["seconds"]) for child in asked)
+                return max(float(child.hear(seconds=_SECONDS)["seconds"]) for child in asked)
 
             return turn
 
@@ -128,35 +159,97 @@ def _rows(seconds: Mapping[str, float], *, tokens: int) -> list[Row]:
     return rows
 
 
-def _pin(settings: Mapping[str, Any]) -> None:
+# Child processes
+
+
+def _start(
+    stack: ExitStack,
+    what: str,
+    function: str,
+    layouts: Sequence[Mapping[str, Any]],
+    *,
+    folder: Path,
+    **settings: Any,  # noqa: ANN401  (what the function takes)
+) -> list[Child]:
+    """A child for each layout; those that are ranks of one trainer find each other by a file."""
+    children = []
+    for number, layout in enumerate(layouts):
+        order = {**settings, **layout, "meeting": f"{folder}/{what}"}
+        log = folder / f"{what}-{number}.log"
+        children.append(stack.enter_context(Child(f"{what} {number}", f"headrace.bench.ranks:{function}", order, log=log)))
+    return children
+
+
+def _compute_alone(settings: Mapping[str, Any]) -> None:
+    """With one thread, on the core named if there is one."""
     import torch
 
-    os.sched_setaffinity(0, {settings["core"]})
+    if "core" in settings:
+        os.sched_setaffinity(0, {settings["core"]})
     torch.set_num_threads(1)
 
 
-def train(settings: dict[str, Any], orders: Iterator[Any]) -> Iterator[dict[str, float]]:
-    """A trainer, alone or as one of two ranks, in a child."""
+def _join(settings: Mapping[str, Any]) -> Ranks | None:
+    from headrace.trainer import ParallelSettings, Ranks
+
+    parallel = ParallelSettings(replicate=settings.get("replicate", 1), shard=settings.get("shard", 1))
+    if not parallel.is_on:
+        return None
+    return Ranks.join(parallel, rank=settings["rank"], address=f"file://{settings['meeting']}", timeout=_SECONDS)
+
+
+def _make_work(settings: Mapping[str, Any], path: str, ranks: Ranks | None) -> tuple[DeviceTrainer, Batch]:
+    """A trainer, alone or as one of the ranks, and what it trains on."""
+    import torch
+
     from headrace.bench.loads import make_batch
     from headrace.model import load_model, load_tokenizer
-    from headrace.trainer import DeviceTrainer, ParallelSettings, Ranks, TrainSettings
+    from headrace.trainer import DeviceTrainer, TrainSettings
 
-    _pin(settings)
-    parallel = ParallelSettings(replicate=settings.get("replicate", 1), shard=settings.get("shard", 1))
-    ranks = None
-    if parallel.is_on:
-        ranks = Ranks.join(parallel, rank=settings["rank"], address=f"file://{settings['meeting']}", timeout=_START)
-    model = load_model(settings["model"], in_parts=parallel.shard > 1)
-    options = TrainSettings(micro_batch_tokens=settings["budget"], parallel=parallel)
-    trainer = DeviceTrainer(model, tokenizer=load_tokenizer(settings["model"]), settings=options, ranks=ranks)
+    model = load_model(path, in_parts=ranks is not None and ranks.shard > 1)
+    trainer = DeviceTrainer(
+        model,
+        tokenizer=load_tokenizer(path),
+        settings=TrainSettings(micro_batch_tokens=settings["budget"]),
+        dtype=getattr(torch, settings.get("dtype", "float32")),
+        ranks=ranks,
+    )
     rollouts = make_rollouts(settings["lengths"], prompt_tokens=_PROMPT, vocabulary=int(model.config.vocab_size))
-    batch = make_batch(rollouts, advantages=[1.0] * len(rollouts))
+    return trainer, make_batch(rollouts, advantages=[1.0] * len(rollouts))
+
+
+def train(settings: dict[str, Any], orders: Iterator[Any]) -> Iterator[dict[str, float]]:
+    """A step for each order."""
+    _compute_alone(settings)
+    trainer, batch = _make_work(settings, settings["model"], _join(settings))
     yield {}
     for _ in orders:
         started = time.perf_counter()
         trainer.forward_backward(batch)
         trainer.optim_step(1e-6)
         yield {"seconds": time.perf_counter() - started}
+
+
+def weigh(settings: dict[str, Any], orders: Iterator[Any]) -> Iterator[dict[str, float]]:
+    """The memory of one step."""
+    import torch
+
+    from headrace.observe import peak_memory
+
+    _compute_alone(settings)
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+    ranks = _join(settings)
+
+    def peak_of_step(path: str) -> int:
+        trainer, batch = _make_work(settings, path, ranks)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        trainer.forward_backward(batch)
+        trainer.optim_step(1e-6)
+        return peak_memory(torch.device("cpu"))
+
+    peak_of_step(settings["small"])  # so that nothing is left to be imported
+    before = 1024 * int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
+    yield {"bytes": peak_of_step(settings["model"]) - before}
 
 
 def train_fsdp2(settings: dict[str, Any], orders: Iterator[Any]) -> Iterator[dict[str, float]]:
@@ -167,7 +260,7 @@ def train_fsdp2(settings: dict[str, Any], orders: Iterator[Any]) -> Iterator[dic
 
     from headrace.model import ModelShape, PassCost, load_model, make_context, pack, plan_rank_passes
 
-    _pin(settings)
+    _compute_alone(settings)
     model, count, rank = load_model(settings["model"]), settings.get("shard", 1), settings.get("rank", 0)
     if count > 1:
         from torch.distributed.device_mesh import init_device_mesh

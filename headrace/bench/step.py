@@ -12,7 +12,6 @@ after one warm-up step of short ones. TRL samples to one length only, that mean.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import statistics
@@ -20,7 +19,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import headrace
 from headrace.bench.child import PeerFailed
@@ -29,8 +28,8 @@ from headrace.bench.loads import write_random_model
 from headrace.bench.measure import GIB, GpuMemory, release
 from headrace.bench.step_plan import LONG, make_plan, variants
 from headrace.bench.step_trl import measure_steps, missing_modules
+from headrace.bench.stubs import PlannedLengths
 from headrace.bench.trainer_speed import PEAK_FLOPS, flops_of
-from headrace.envs import SingleTurn
 from headrace.observe import read_metrics
 
 if TYPE_CHECKING:
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
     from headrace.bench.harness import Part
     from headrace.bench.step_plan import Plan, Variant
-    from headrace.envs import Client, EngineClient
-    from headrace.records import Episode, Plain
 
 _SHOWN = 0.005
 """Smaller shares of a time budget get no row."""
@@ -94,7 +91,7 @@ class Peers:
 
 def measure(plan: Plan, variant: Variant, model: str, folder: Path, *, peers: Peers) -> list[Row]:
     """One run, and the figures of its middle steps."""
-    environment = LongTail(plan) if variant.has_tail else None
+    environment = PlannedLengths(plan.length_of) if variant.has_tail else None
     given: dict[str, Any] = {"tasks": plan.make_tasks(), "reward": first_word_is_even}
     with tempfile.TemporaryDirectory(dir=folder) as place, GpuMemory() as memory:
         settings = settings_of(plan, variant, model)
@@ -240,19 +237,3 @@ def measure_trl(plan: Plan, model: str, folder: Path, peers: Peers, **more: Any)
 def first_word_is_even(completions: list[str], **_: object) -> list[float]:
     """A reward that takes no time and differs between siblings."""
     return [float(text.partition(" ")[0].removeprefix("w")[-1:] in tuple("02468")) for text in completions]
-
-
-class LongTail(SingleTurn):
-    """The built-in environment, with the plan's length for each sibling of each group, in order of submission."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan, self._lengths = plan, plan.lengths(has_tail=True)
-        self._numbers: dict[str, int] = {}  # of groups
-
-    async def run(self, task: dict[str, Plain], client: Client) -> Episode:
-        engine = cast("EngineClient", client)
-        number = self._numbers.setdefault(engine.group, len(self._numbers)) * self._plan.siblings + engine.index
-        is_warmup = number < self._plan.warmups * self._plan.completions
-        length = min(self._lengths[number % self._plan.completions], self._plan.warmup_cap if is_warmup else self._plan.cap)
-        engine.sampling = dataclasses.replace(engine.sampling, max_tokens=length)
-        return await super().run(task, client)

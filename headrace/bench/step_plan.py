@@ -59,6 +59,16 @@ class Plan:
         found: list[int] = np.random.default_rng(0).permutation(np.clip(np.rint(quantiles), 1, self.cap).astype(int)).tolist()
         return found
 
+    def length_of(self, group: int, index: int) -> int:
+        """On a long tail, of a sibling of a run's group; those of the warm-up steps may be cut."""
+        number = group * self.siblings + index
+        is_warmup = number < self.warmups * self.completions
+        return min(self._tail[number % self.completions], self.warmup_cap if is_warmup else self.cap)
+
+    @functools.cached_property
+    def _tail(self) -> list[int]:
+        return self.lengths(has_tail=True)
+
     def describe(self) -> str:
         """The sizes of a step on a long tail."""
         lengths, warmup = self.lengths(has_tail=True), min(self.warmup_cap, self.cap)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from headrace.launch import UserInputs, open_tasks
 from headrace.model import build_tokenizer
 from headrace.observe import Observer
 from headrace.partial import Interrupt
-from headrace.records import Rollout, Sampling, WeightUpdate
+from headrace.records import Rollout, Sampling, Scored, WeightUpdate
 from headrace.run import POLICY, Roles, Run, Session, fewer_gc_pauses, leg, make_canary, run_loops
 from headrace.trainer import Published
 
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     from headrace.config import Recipe
     from headrace.durable import Fingerprints
     from headrace.engine import Engine, Increment
-    from headrace.records import Array, Batch
+    from headrace.envs import Client, EngineClient
+    from headrace.records import Array, Batch, Episode, Plain
     from headrace.run import PolicyState, StartedBatch
-    from headrace.score import Scorer
+    from headrace.score import Scorer, Sums
     from headrace.sync import Lineage
 
     AnyRun = TypeVar("AnyRun", bound=Run)
@@ -180,8 +182,45 @@ class StubTrainer:
     release = abort = abandon = load = _nothing
 
 
+class PlannedLengths(SingleTurn):
+    """The built-in environment, with a length for each sibling of each group; groups count in the order of submission."""
+
+    def __init__(self, length_of: Callable[[int, int], int]) -> None:
+        """`length_of(group, index)`: tokens to sample."""
+        self._length_of = length_of
+
+    async def run(self, task: dict[str, Plain], client: Client) -> Episode:
+        engine = cast("EngineClient", client)
+        length = self._length_of(int(engine.group.removeprefix("g")), engine.index)
+        engine.sampling = dataclasses.replace(engine.sampling, max_tokens=length)
+        return await super().run(task, client)
+
+
 class StubStore:
     save = _nothing
+
+
+class StubScorer:
+    """Scores every round of episodes, by their one rollout, after so many `seconds`. Siblings get different scores."""
+
+    num_calls = 0
+    weights: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, reward: Callable[[Rollout], float] = lambda rollout: rollout.index % 4, *, seconds: float = 0.0) -> None:
+        self._reward, self._seconds = reward, seconds
+
+    async def score(self, episodes: Sequence[Episode], *, is_training: bool = True) -> list[Episode]:
+        await asyncio.sleep(self._seconds)
+        self.num_calls += len(episodes)
+        return [self._scored(episode) for episode in episodes]
+
+    def _scored(self, episode: Episode) -> Episode:
+        (rollout,) = episode.rollouts
+        outcome = Scored(float(self._reward(rollout)))
+        return episode.replace(outcome=outcome, rollouts=(rollout.replace(outcome=outcome),))
+
+    def take_logged(self) -> Sums:
+        return {}
 
 
 class StartObserver(Observer):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.buffer.groups import Group, GroupBuffer, Versions, num_sampled
-    from headrace.buffer.journal import Entry, Journal, task_fingerprint, versions_of
+    from headrace.buffer.groups import Facts, Group, GroupBuffer, JournalError, Versions, num_sampled
+    from headrace.buffer.journal import Entry, Journal, task_fingerprint
     from headrace.buffer.kinds import (
         buffer_capacity,
         buffer_policy,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         open_journal,
         units_per_group,
     )
-    from headrace.buffer.segments import Block, Head, JournalError, Place
+    from headrace.buffer.segments import Block, Head, Place
     from headrace.buffer.settings import BufferSettings
 else:
     __getattr__ = front_door(__name__)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.buffer.segments import JournalError
+import numpy as np
+
 from headrace.observe import Signal
 from headrace.records import Scored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from headrace.buffer.journal import Entry, Journal
     from headrace.buffer.segments import Place
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
 
 _OBJECT_BYTES = 2048
 """Of a rollout's Python objects and its part of the episode and the task, besides its arrays."""
-_SPILLED_BYTES = 1024
+_STORED_BYTES = 1024
 """What stays in memory of a group that waits on disk."""
+
+
+class JournalError(RuntimeError):
+    """A group that is only in the journal cannot be read back."""
 
 
 class Versions(NamedTuple):
@@ -53,6 +58,36 @@ class Versions(NamedTuple):
         return Versions(min(self.first, other.first), max(self.newest, other.newest), min(self.trained, other.trained))
 
 
+class Facts(NamedTuple):
+    """What is asked of a group while it waits, which is known without its episodes."""
+
+    unshaped_rewards: list[float]
+    versions: dict[str, Versions]
+    """By lineage, those that sampled its tokens."""
+    num_episodes: int
+    num_sampled: int
+
+    @classmethod
+    def of(cls, episodes: Sequence[Episode]) -> Facts:
+        rewards = [reward for episode in episodes if (reward := episode.unshaped_reward) is not None]
+        versions = _versions([rollout for episode in episodes for rollout in episode.rollouts])
+        return cls(rewards, versions, len(episodes), num_sampled(episodes))
+
+
+def _versions(rollouts: Sequence[Rollout]) -> dict[str, Versions]:
+    if len({rollout.lineage for rollout in rollouts}) == 1:
+        versions = np.concatenate([rollout.versions for rollout in rollouts])
+        newest = int(versions.max(initial=-1))
+        if newest >= 0 and ((versions == newest) | (versions < 0)).all():  # one version sampled all, as most often
+            return {rollouts[0].lineage: Versions(newest, newest, newest)}
+    found: dict[str, Versions] = {}
+    for rollout in rollouts:
+        own = Versions.of(rollout)
+        if own is not None:
+            found[rollout.lineage] = own.joined(found.get(rollout.lineage))
+    return found
+
+
 @dataclass(frozen=True)
 class Group:
     """What enters and leaves the buffer as one: the scored episodes of one task or, with `buffer.unit = "episode"`, one."""
@@ -63,31 +98,36 @@ class Group:
     source: str = ""
     """The source of its task, and the task's place there, as `tasks.Task` has them."""
     index: int = -1
+    told: Facts | None = None
+    """Of episodes that are not in memory."""
+    stored: Stored | None = None
+    """Where its episodes wait on disk, if they are not in memory."""
 
     @cached_property
+    def facts(self) -> Facts:
+        """Cached, because they are asked for every version."""
+        return self.told or Facts.of(self.episodes)
+
+    @property
     def unshaped_rewards(self) -> list[float]:
-        return [reward for episode in self.episodes if (reward := episode.unshaped_reward) is not None]
+        return self.facts.unshaped_rewards
+
+    @property
+    def versions(self) -> dict[str, Versions]:
+        return self.facts.versions
+
+    @property
+    def num_episodes(self) -> int:
+        return self.facts.num_episodes
+
+    @property
+    def num_sampled(self) -> int:
+        return self.facts.num_sampled
 
     @property
     def is_tied(self) -> bool:
         """Whether all its rollouts have the same reward: compared with each other, they teach nothing."""
         return len(self.episodes) > 1 and len({episode.reward for episode in self.episodes}) == 1
-
-    @cached_property
-    def versions(self) -> dict[str, Versions]:
-        """By lineage, those that sampled its tokens. Cached, because it is asked for every version."""
-        rollouts = [rollout for episode in self.episodes for rollout in episode.rollouts]
-        found: dict[str, Versions] = {}
-        for rollout in rollouts:
-            versions = Versions.of(rollout)
-            if versions is not None:
-                found[rollout.lineage] = versions.joined(found.get(rollout.lineage))
-        return found
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest that sampled any of its tokens; 0 if none is sampled."""
-        return 0 if self.span is None else self.span.first
 
     @cached_property
     def span(self) -> Versions | None:
@@ -97,63 +137,47 @@ class Group:
             span = versions.joined(span)
         return span
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest that sampled any of its tokens; 0 if none is sampled."""
+        return 0 if self.span is None else self.span.first
+
     @cached_property
     def num_bytes(self) -> int:
         """Memory it takes, about."""
+        if self.stored is not None:
+            return _STORED_BYTES
         return sum(_OBJECT_BYTES + rollout.num_bytes for episode in self.episodes for rollout in episode.rollouts)
 
-    @cached_property
-    def num_episodes(self) -> int:
-        return len(self.episodes)
+    def without_episodes(self, stored: Stored) -> Group:
+        return replace(self, episodes=(), told=self.facts, stored=stored)
 
-    @cached_property
-    def num_sampled(self) -> int:
-        return num_sampled(self.episodes)
+    def loaded(self) -> Group:
+        """With its episodes; raises `JournalError` if they cannot be read."""
+        return self if self.stored is None else Group(self.number, self.stored.read(), self.source, self.index)
 
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether `episodes` has them."""
-        return True
-
-    @classmethod
-    def lost(cls, number: int, *, num_episodes: int, num_sampled: int) -> Group:
-        """One whose episodes could not be read."""
-        group = cls(number, ())
-        group.__dict__.update(num_episodes=num_episodes, num_sampled=num_sampled)
-        return group
+    def leave_disk(self) -> None:
+        """The journal need not keep its episodes, if it does."""
+        if self.stored is not None:
+            self.stored.journal.unpin(self.stored.place)
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint keeps of it; the episodes of one on disk are read when asked for."""
-        return {"number": self.number, "episodes": self.episodes, "source": self.source, "index": self.index}
+        entry = {"number": self.number, "episodes": self.episodes, "source": self.source, "index": self.index}
+        if self.stored is not None:
+            entry |= {"episodes": self.stored.read, "facts": [self.num_episodes, self.num_sampled]}
+        return entry
 
 
-class SpilledGroup(Group):
-    """A group that waits in the journal: all that is asked of a waiting group, without its episodes."""
+class Stored(NamedTuple):
+    """The entry of a group in the journal."""
 
-    def __init__(self, group: Group, place: Place, journal: Journal) -> None:
-        super().__init__(group.number, (), group.source, group.index)
-        facts = ("unshaped_rewards", "versions", "num_episodes", "num_sampled")
-        self.__dict__.update({name: getattr(group, name) for name in facts})
-        self.__dict__.update(num_bytes=_SPILLED_BYTES, place=place, journal=journal)
-
-    @property
-    def is_in_memory(self) -> bool:
-        return False
+    journal: Journal
+    place: Place
 
     def read(self) -> tuple[Episode, ...]:
-        episodes = self.__dict__["journal"].read(self.place)
-        return tuple(episode for episode in episodes if isinstance(episode.outcome, Scored))
-
-    def loaded(self) -> Group:
-        return Group(self.number, self.read(), self.source, self.index)
-
-    @property
-    def place(self) -> Place:
-        place: Place = self.__dict__["place"]
-        return place
-
-    def saved(self) -> dict[str, Any]:
-        return {**super().saved(), "episodes": self.read, "facts": [self.num_episodes, self.num_sampled]}
+        """The scored ones."""
+        return tuple(episode for episode in self.journal.read(self.place) if isinstance(episode.outcome, Scored))
 
 
 def num_sampled(episodes: Iterable[Episode]) -> int:
@@ -196,7 +220,7 @@ class GroupBuffer:
         """Sorted; empty if they leave in the order they were put."""
         self._unchecked: set[int] = set()
         self._by_age: defaultdict[int, set[int]] = defaultdict(set)
-        """Oldest version -> numbers of the groups that `suspects` has returned."""
+        """Oldest version -> numbers of the groups."""
         self.num_bytes = self.num_episodes = 0
         """Bytes in memory."""
         self.ready = Signal()
@@ -244,14 +268,14 @@ class GroupBuffer:
         while self.journal is not None and self.num_bytes >= self._max_bytes and self._places:
             number, place = self._places.popitem()
             if self.journal.pin(place):
-                self.num_bytes -= self._groups[number].num_bytes - _SPILLED_BYTES
-                self._groups[number] = SpilledGroup(self._groups[number], place, self.journal)
+                self.num_bytes -= self._groups[number].num_bytes - _STORED_BYTES
+                self._groups[number] = self._groups[number].without_episodes(Stored(self.journal, place))
                 self._on_room()
 
     def drop(self, number: int) -> None:
         """That group, waiting or in flight until now, will never be trained: it failed, or was filtered or rejected."""
         if number in self._groups:
-            self._unpin(self._remove(number))
+            self._remove(number).leave_disk()
         self.update()
 
     def take(self) -> list[Group]:
@@ -262,23 +286,16 @@ class GroupBuffer:
         return taken
 
     def load(self, taken: list[Group]) -> list[Group | JournalError]:
-        """The groups with their episodes, in a thread; an error in place of each that cannot be read from the disk."""
+        """The groups with their episodes, in any thread; an error in place of each that cannot be read from the disk, where
+        none is kept any longer."""
         found: list[Group | JournalError] = []
         for group in taken:
             try:
-                found.append(group.loaded() if isinstance(group, SpilledGroup) else group)
+                found.append(group.loaded())
             except JournalError as error:
                 found.append(error)
+            group.leave_disk()
         return found
-
-    def loaded(self, taken: list[Group]) -> None:
-        """These groups have been loaded, or given up: their copies on disk are not needed."""
-        for group in taken:
-            self._unpin(group)
-
-    def _unpin(self, group: Group) -> None:
-        if isinstance(group, SpilledGroup) and self.journal is not None:
-            self.journal.unpin(group.place)
 
     def put_back(self, groups: list[Group]) -> None:
         """Undo a `take`: the groups leave next, in the order they had."""
@@ -311,17 +328,15 @@ class GroupBuffer:
     def suspects(self, *, older_than: int | None) -> list[Group]:
         """The groups that may be too old: those put since this was last called, and those with a token of a version before
         `older_than`."""
-        found = {number: self._groups[number] for number in sorted(self._unchecked)}
-        for number, group in found.items():
-            self._by_age[group.oldest_version].add(number)
-        self._unchecked.clear()
+        numbers, self._unchecked = dict.fromkeys(sorted(self._unchecked)), set()
         for version in [version for version in self._by_age if older_than is not None and version < older_than]:
-            found |= {number: self._groups[number] for number in self._by_age[version]}
-        return list(found.values())
+            numbers |= dict.fromkeys(self._by_age[version])
+        return [self._groups[number] for number in numbers]
 
     def _add(self, group: Group) -> None:
         self._groups[group.number] = group
         self._unchecked.add(group.number)
+        self._by_age[group.oldest_version].add(group.number)
         if self._waits_for is not None:
             insort(self._numbers, group.number)
         self.num_bytes += group.num_bytes
@@ -332,13 +347,11 @@ class GroupBuffer:
         self._places.pop(number, None)
         if self._waits_for is not None:
             del self._numbers[bisect_left(self._numbers, number)]
-        if number in self._unchecked:
-            self._unchecked.remove(number)
-        else:
-            same_age = self._by_age[group.oldest_version]
-            same_age.remove(number)
-            if not same_age:
-                del self._by_age[group.oldest_version]
+        self._unchecked.discard(number)
+        same_age = self._by_age[group.oldest_version]
+        same_age.remove(number)
+        if not same_age:
+            del self._by_age[group.oldest_version]
         self.num_bytes -= group.num_bytes
         self.num_episodes -= group.num_episodes
         return group

@@ -48,11 +48,12 @@ class Entry(NamedTuple):
         return [*self.group.episodes, *self.unscored]
 
 
-class Journal:
-    """The event loop's side of `Segments`. `in_thread`: write in a thread, so that `write` costs almost nothing."""
+class Journal(Segments):
+    """Segments that the event loop writes to. `in_thread`: by a thread, so that `write` costs almost nothing."""
 
     def __init__(self, folder: Path, *, max_bytes: int, in_thread: bool, say: Callable[[str], None]) -> None:
-        self._segments, self._folder, self._say = Segments(folder, max_bytes=max_bytes), folder, say
+        super().__init__(folder, max_bytes=max_bytes)
+        self._say = say
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal") if in_thread else None
         self._queue: list[Entry] = []
         self._queued_bytes, self._is_closing = 0, False
@@ -62,16 +63,10 @@ class Journal:
         self.on_written: Callable[[int, Place | None], None] = lambda _number, _place: None
         """Called in the event loop with the number of each group and its place; None if it was not written."""
 
-    @property
-    def num_bytes(self) -> int:
-        return self._segments.num_bytes
-
-    # Writing
-
     def write(self, entry: Entry) -> None:
         """Append a group, soon; `on_written` is called then."""
         if not self._is_open:  # nothing here belongs to this run
-            self._segments.clear()
+            self.clear()
             self._is_open = True
         if self._is_broken or self._queued_bytes > _MAX_QUEUED:
             self.on_written(entry.group.number, None)
@@ -103,9 +98,9 @@ class Journal:
     def _append(self, queue: Sequence[Entry]) -> list[_Written]:
         written: list[_Written] = []
         for block in _blocks(queue):
-            heads = [Head(entry.group.number, entry.task, versions_of(entry.group)) for entry in block]
+            heads = [Head(entry.group.number, entry.task, entry.group.versions) for entry in block]
             try:
-                places = self._segments.append(heads, [entry.episodes for entry in block])
+                places = self.append(heads, [entry.episodes for entry in block])
             except (OSError, WireError) as error:  # a full disk, or what an environment put into an episode and cannot travel
                 written += [(each.group.number, error) for each in queue[len(written) :]]
                 break
@@ -145,7 +140,7 @@ class Journal:
                 f"waits; save more often (checkpoint.every) or raise buffer.journal_gb. Said once"
             )
 
-    def close(self, *, is_over: bool) -> None:
+    def end(self, *, is_over: bool) -> None:
         """Write what is queued; delete the files if the run `is_over`."""
         self._is_closing = True
         if self._thread is not None:
@@ -154,45 +149,25 @@ class Journal:
             self._append(self._queue)
         self._queue = []
         if is_over:
-            self._segments.clear()
+            self.clear()
         else:
-            self._segments.close()
-
-    # Reading
+            self.close()
 
     def recover(self) -> dict[int, tuple[Head, Place]]:
         """The entries that an earlier process left, by number. What cannot be read is counted and said."""
         self._is_open = True
-        entries, num_bytes_lost, ignored = self._segments.scan()
+        entries, num_bytes_lost, ignored = self.scan()
         if num_bytes_lost:
             self._say(
-                f"journal    {num_bytes_lost:,} bytes in {self._folder} are damaged or follow damaged ones; the {len(entries)} "
+                f"journal    {num_bytes_lost:,} bytes in {self.folder} are damaged or follow damaged ones; the {len(entries)} "
                 f"groups before are intact, and the others are generated again"
             )
         if ignored:
-            self._say(f"journal    ignored in {self._folder}: {', '.join(ignored[:4])}{' …' * (len(ignored) > 4)}")
+            self._say(f"journal    ignored in {self.folder}: {', '.join(ignored[:4])}{' …' * (len(ignored) > 4)}")
         return entries
 
-    def read(self, place: Place) -> list[Episode]:
-        """The episodes of an entry, unscored ones too; raises `JournalError` if it is damaged."""
-        return self._segments.read(place)
-
-    # Deleting
-
-    def pin(self, place: Place) -> bool:
-        """Keep an entry whatever checkpoints say, until it is unpinned; False if it is gone already."""
-        return self._segments.pin(place.segment)
-
-    def unpin(self, place: Place) -> None:
-        self._segments.unpin(place.segment)
-
-    def mark(self) -> int:
-        """When a checkpoint is taken: what is written from now on is not in it."""
-        return self._segments.roll()
-
     def forget(self, mark: int) -> None:
-        """The checkpoint of `mark` is on disk."""
-        self._segments.forget(mark)
+        super().forget(mark)
         self.is_full = False
 
 
@@ -207,11 +182,6 @@ def _blocks(queue: Sequence[Entry]) -> Iterator[list[Entry]]:
             block, num_bytes, num_episodes = [], 0, 0
     if block:
         yield block
-
-
-def versions_of(group: Group) -> dict[str, list[int]]:
-    """Its versions as an entry has them."""
-    return {lineage: list(versions) for lineage, versions in group.versions.items()}
 
 
 def task_fingerprint(row: dict[str, Plain], source: str, index: int) -> int:

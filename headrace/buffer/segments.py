@@ -1,24 +1,23 @@
-"""The files of a journal: numbered segments of blocks, each a head and a body, both frames with checksums.
+"""The files of a journal: numbered segments of blocks, each a frame with checksums.
 
-A block holds the entries of groups that were written together, because most of the cost is per frame. Its head says what each
-group is (number, task, versions), how many episodes it has and how long the body is; the body holds the episodes of all.
-Segments are only appended to, and deleted whole. What follows a damaged byte in a segment is not read, since nothing says where
-it begins.
+A block holds the entries of groups that were written together, because most of the cost is per frame: what each group is
+(number, task, versions), how many episodes it has, and the episodes of all. Segments are only appended to, and deleted whole.
+What follows a damaged byte in a segment is not read, since nothing says where it begins.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
 import re
 import shutil
 import threading
-import zlib
 from collections import Counter
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from headrace.buffer.groups import JournalError, Versions
 from headrace.durable import sync
-from headrace.records import WireError, decode, encode, pack_episodes, read_frames, unpack_episodes
+from headrace.records import WireError, encode, pack_episodes, read_frames, unpack_episodes, wire_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,17 +30,10 @@ _SHARES = 16
 """A segment takes at most this part of the journal's bytes, so that one of them pinned for long costs little."""
 
 
-class JournalError(RuntimeError):
-    """A group that is only in the journal cannot be read back."""
-
-
 class Block(NamedTuple):
-    """Where a body lies."""
-
     segment: int
     offset: int
     size: int
-    checksum: int
 
 
 class Place(NamedTuple):
@@ -51,10 +43,6 @@ class Place(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def segment(self) -> int:
-        return self.block.segment
-
 
 class Head(NamedTuple):
     """What an entry says of its group without reading it."""
@@ -62,26 +50,14 @@ class Head(NamedTuple):
     number: int
     task: int
     """Fingerprint of the task."""
-    versions: dict[str, list[int]]
-    """As `Group.versions` has them."""
-
-
-class Scan(NamedTuple):
-    """What a journal's folder holds."""
-
-    entries: dict[int, tuple[Head, Place]]
-    """By number of the group; of several, the last."""
-    num_bytes_lost: int
-    """Damaged, or after what is damaged."""
-    ignored: list[str]
-    """Names of files that are no segments."""
+    versions: dict[str, Versions]
 
 
 class Segments:
     """Appends come from one thread; reading and deleting may come from others."""
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+        self.folder, self._max_bytes = folder, max_bytes
         self._sizes: dict[int, int] = {}
         self.num_bytes = 0
         self._pins: Counter[int] = Counter()
@@ -94,11 +70,11 @@ class Segments:
         """Entries are mostly read one after the other."""
 
     def _path(self, segment: int) -> Path:
-        return self._folder / f"{segment:08d}.journal"
+        return self.folder / f"{segment:08d}.journal"
 
     def clear(self) -> None:
         self.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self._sizes.clear()
         self._pins.clear()
         self.num_bytes, self._last_read = 0, None
@@ -108,36 +84,35 @@ class Segments:
     def append(self, heads: Sequence[Head], members: Sequence[Sequence[Episode]]) -> list[Place] | None:
         """Hand a block of entries, with the episodes of each, to the operating system, and pin every one; None if it does not
         fit. Raises `OSError` if that fails."""
-        body = encode(pack_episodes([episode for episodes in members for episode in episodes]))
-        checksum = zlib.crc32(body)
         entries = [[*head, len(episodes)] for head, episodes in zip(heads, members, strict=True)]
-        start = encode({"entries": entries, "size": len(body), "checksum": checksum})
-        num_bytes = len(start) + len(body)
-        if self.num_bytes + num_bytes > self._max_bytes:
+        packed = pack_episodes([episode for episodes in members for episode in episodes])
+        frame = encode({"entries": entries, "episodes": packed})
+        if self.num_bytes + len(frame) > self._max_bytes:
             return None
-        segment, file = self._opened(num_bytes)
-        offset = self._sizes[segment] + len(start)
+        segment, file = self._opened(len(frame))
+        block = Block(segment, self._sizes[segment], len(frame))
         try:
-            file.write(start)
-            file.write(body)
+            file.write(frame)
             file.flush()
         except OSError:
             self._file = None
             raise
-        self.pin(segment, count=len(heads))
-        self._count(segment, num_bytes)
-        return _places(Block(segment, offset, len(body), checksum), list(map(len, members)))
+        places = _places(block, list(map(len, members)))
+        for place in places:
+            self.pin(place)
+        self._count(segment, len(frame))
+        return places
 
     def _opened(self, num_bytes: int) -> tuple[int, IO[bytes]]:
         """The segment that takes the next bytes."""
         size = self._sizes.get(self._current, 0)
         if size and size + num_bytes > self._max_bytes // _SHARES:
-            self.roll()
+            self.mark()
         with self._lock:
             segment = self._current
         if self._file is None or self._open_segment != segment:
             self.close()
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._file, self._open_segment = self._path(segment).open("ab"), segment
             self._count(segment, 0)
         return segment, self._file
@@ -147,7 +122,7 @@ class Segments:
             self._sizes[segment] = self._sizes.get(segment, 0) + num_bytes
             self.num_bytes += num_bytes
 
-    def roll(self) -> int:
+    def mark(self) -> int:
         """Start another segment, and return its number: what is appended from now on is in it or in later ones."""
         with self._lock:
             self._current += 1
@@ -164,7 +139,7 @@ class Segments:
     # Reading
 
     def read(self, place: Place) -> list[Episode]:
-        """The episodes of an entry; raises `JournalError` if its block is damaged."""
+        """The episodes of an entry, unscored ones too; raises `JournalError` if its block is damaged."""
         last = self._last_read
         if last is None or last[0] != place.block:
             last = self._last_read = place.block, self._read_block(place.block)
@@ -174,63 +149,56 @@ class Segments:
         try:
             with self._path(block.segment).open("rb") as file:
                 file.seek(block.offset)
-                body = file.read(block.size)
-            if zlib.crc32(body) != block.checksum:
-                raise WireError("its checksum differs")
-            return unpack_episodes(decode(body))
+                for found in read_frames(file):
+                    return unpack_episodes(found["episodes"])
+            raise WireError("it is cut off")
         except (OSError, WireError) as error:
             raise JournalError(f"{self._path(block.segment)} has a damaged entry at byte {block.offset}: {error}") from error
 
-    def scan(self) -> Scan:
-        """Find the entries of an earlier process; what is appended from now on goes to a new segment."""
+    def scan(self) -> tuple[dict[int, tuple[Head, Place]], int, list[str]]:
+        """(entries of an earlier process by number, of several the last; bytes that are damaged or follow what is; names of
+        files that are no segments). What is appended from now on goes to a new segment."""
         entries: dict[int, tuple[Head, Place]] = {}
-        names = sorted(path.name for path in self._folder.iterdir()) if self._folder.is_dir() else []
-        segments = [int(name.partition(".")[0]) for name in names if _NAME.fullmatch(name) and (self._folder / name).is_file()]
+        names = sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
+        segments = {name: int(name[:8]) for name in names if _NAME.fullmatch(name) and (self.folder / name).is_file()}
         num_bytes_lost = 0
-        for segment in segments:
-            found, lost = self._scan_segment(segment)
+        for segment in segments.values():
+            found, size = self._scan_segment(segment)
             entries |= found
-            num_bytes_lost += lost
             self._count(segment, self._path(segment).stat().st_size)
-        self._current = max(segments, default=0) + 1
-        known = {self._path(segment).name for segment in segments}
-        return Scan(entries, num_bytes_lost, [name for name in names if name not in known])
+            num_bytes_lost += self._sizes[segment] - size
+        self._current = max(segments.values(), default=0) + 1
+        return entries, num_bytes_lost, [name for name in names if name not in segments]
 
     def _scan_segment(self, segment: int) -> tuple[dict[int, tuple[Head, Place]], int]:
+        """Its entries, and the bytes of their blocks."""
         found: dict[int, tuple[Head, Place]] = {}
-        with self._path(segment).open("rb") as file:
-            size, good = os.fstat(file.fileno()).st_size, 0
-            try:
-                for start in read_frames(file):
-                    heads, counts, length, checksum = _checked(start)
-                    block = Block(segment, file.tell(), length, checksum)
-                    body = file.read(length)
-                    if len(body) < length or zlib.crc32(body) != checksum:
-                        break
-                    places = _places(block, counts)
-                    found |= {head.number: (head, place) for head, place in zip(heads, places, strict=True)}
-                    good = file.tell()
-            except WireError:
-                pass
-        return found, size - good
+        end = 0
+        with self._path(segment).open("rb") as file, contextlib.suppress(WireError):
+            for block in read_frames(file):
+                heads, counts = _heads(block)
+                start, end = end, file.tell()
+                places = _places(Block(segment, start, end - start), counts)
+                found |= {head.number: (head, place) for head, place in zip(heads, places, strict=True)}
+        return found, end
 
     # Deleting
 
-    def pin(self, segment: int, *, count: int = 1) -> bool:
-        """So many of its entries are needed whatever checkpoints say; False if it is gone already."""
+    def pin(self, place: Place) -> bool:
+        """Keep an entry whatever checkpoints say, until it is unpinned; False if it is gone already."""
         with self._lock:
-            if segment in self._sizes:
-                self._pins[segment] += count
-            return segment in self._sizes
+            if place.block.segment in self._sizes:
+                self._pins[place.block.segment] += 1
+            return place.block.segment in self._sizes
 
-    def unpin(self, segment: int) -> None:
+    def unpin(self, place: Place) -> None:
         with self._lock:
-            self._pins[segment] -= 1
+            self._pins[place.block.segment] -= 1
 
-    def forget(self, before: int) -> None:
-        """Delete the earlier segments, but for those that are pinned."""
+    def forget(self, mark: int) -> None:
+        """The checkpoint taken at `mark` is on disk: delete the segments before it, but for those that are pinned."""
         with self._lock:
-            segments = [each for each in self._sizes if each < before and self._pins[each] <= 0]
+            segments = [each for each in self._sizes if each < mark and self._pins[each] <= 0]
             self.num_bytes -= sum(self._sizes.pop(segment) for segment in segments)
         for segment in segments:
             self._path(segment).unlink(missing_ok=True)
@@ -242,24 +210,16 @@ def _places(block: Block, counts: Sequence[int]) -> list[Place]:
     return [Place(block, stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
 
 
-def _checked(start: Any) -> tuple[list[Head], list[int], int, int]:  # noqa: ANN401  (whatever the file holds)
-    """Heads and numbers of episodes of the entries, length and checksum of the body."""
-    if not isinstance(start, dict) or start.keys() != {"entries", "size", "checksum"} or not isinstance(start["entries"], list):
-        raise WireError("not the head of a block")
-    numbers, heads, counts = [start["size"], start["checksum"]], [], []
-    for entry in start["entries"]:
-        if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[2], dict):
-            raise WireError("not the head of an entry")
-        number, task, versions, count = entry
-        numbers += [number, task, count]
-        numbers += [each for of_lineage in versions.values() for each in (of_lineage if _are_three(of_lineage) else [None])]
-        heads.append(Head(number, task, versions))
-        counts.append(count)
-    if not all(type(each) is int and each >= 0 for each in numbers):
-        raise WireError("not the head of a block")
-    return heads, counts, start["size"], start["checksum"]
-
-
-def _are_three(versions: object) -> bool:
-    """Whether they are as many as `Versions` has."""
-    return isinstance(versions, list) and len(versions) == 3
+def _heads(block: Any) -> tuple[list[Head], list[int]]:  # noqa: ANN401  (whatever the file holds)
+    """Of each entry, its head and its number of episodes."""
+    with wire_errors("not a block of a journal"):
+        if block.keys() != {"entries", "episodes"}:
+            raise ValueError("its fields are others")
+        heads, counts = list[Head](), list[int]()
+        for number, task, versions, count in block["entries"]:
+            heads.append(Head(number, task, {lineage: Versions(*each) for lineage, each in versions.items()}))
+            counts.append(count)
+        numbers = [number for head in heads for number in (head.number, head.task, *itertools.chain(*head.versions.values()))]
+        if not all(type(each) is int and each >= 0 for each in (*numbers, *counts)):
+            raise ValueError("it has entries that no journal writes")
+    return heads, counts

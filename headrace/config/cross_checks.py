@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.buffer import buffer_policy, check_buffer, needs_gate
-from headrace.engine import check_engine_kind, engine_kind
+from headrace.engine import check_engine_kind
 from headrace.partial import check_unfinished, pauses_unfinished
 from headrace.settings import ConfigError
 from headrace.staleness import check_correction, check_staleness, max_untrained_groups
@@ -95,8 +95,6 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield "cluster.trainer_joins = true: set cluster.listen to HOST:PORT, where the trainer's hosts join"
     if recipe.cluster.listen and recipe.is_inline:
         yield f"cluster.listen = {recipe.cluster.listen!r}: orchestrate = 'inline' has one engine; set it to 'local'"
-    if recipe.cluster.listen and engine_kind(engine).has_server:
-        yield f"cluster.listen = {recipe.cluster.listen!r}: engines that join are native; engine.kind = '{engine.kind}' is not"
     if engine.max_count and not recipe.is_on_ray:
         yield f"engine.max_count = {engine.max_count}: only Ray finds room for more engines; set orchestrate = 'ray'"
     if engine.count > 1 and recipe.is_inline:

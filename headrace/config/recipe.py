@@ -36,7 +36,7 @@ from headrace.settings import (
     identity,
     load_toml,
 )
-from headrace.staleness import StalenessSettings, describe_gate
+from headrace.staleness import StalenessSettings, make_gate
 from headrace.sync import SyncSettings
 from headrace.tasks import SamplerSettings, TaskSettings
 from headrace.trainer import TrainSettings
@@ -153,7 +153,7 @@ class Recipe:
         if not self.steps:
             length = f"{self.sft.steps} steps" if self.sft.steps else f"{self.sft.epochs:g} epochs"
             return [f"sft        {length} of {self.sft.batch} rows, at most, and no RL (steps = 0)"]
-        rows = [*self.train.describe(steps=self.steps), describe_gate(self), describe_buffer(self)]
+        rows = [*self.train.describe(steps=self.steps), make_gate(self).describe(self), describe_buffer(self)]
         rows += self.engine.describe(max_tokens=self.sampling.max_tokens)
         if not self.is_inline:
             parallel = self.train.parallel

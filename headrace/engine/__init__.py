@@ -32,16 +32,16 @@ if TYPE_CHECKING:
         UnusablePrompt,
     )
     from headrace.engine.remote_engine import RemoteEngine
-    from headrace.engine.request import HeldAdapter, Request, pack_tokens
+    from headrace.engine.request import LEAST_GROWTH, TELL_ALL, HeldAdapter, Request, SampledSince, pack_sampled
     from headrace.engine.server.address import bind, url_of
     from headrace.engine.server.app import CompletionServer
     from headrace.engine.server.body import ApiError, Body, bad, check, check_token_ids, shown, unsupported
     from headrace.engine.server.chat import Chat
-    from headrace.engine.server.http import Events, LoopServer, bearer, error_response, explain, read_body
-    from headrace.engine.server.requests import NEUTRAL, read_stops
+    from headrace.engine.server.http import LoopServer, bearer, read_body, stream_events, tell_failures
+    from headrace.engine.server.requests import NEUTRAL, read_stops, read_stream_options
     from headrace.engine.server.text import ServedModel, TextReader, could_begin, first_stop
     from headrace.engine.server.tool_calls import MISTRAL, ToolCallReader, call_form, has_special_markers, read_calls
-    from headrace.engine.settings import EngineSettings, SamplingSettings, check_engine_kind, engine_kind
+    from headrace.engine.settings import DistributionSettings, EngineSettings, SamplingSettings, check_engine_kind, engine_kind
     from headrace.engine.stop_strings import decoder_of, stop_tokens
     from headrace.engine.vllm.engine import VllmEngine
     from headrace.engine.vllm.server import choose_python, find_vllm

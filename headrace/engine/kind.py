@@ -37,6 +37,8 @@ class EnginePlace:
     """Of names in shared places (`leftovers.py`)."""
     most_blocks: int = 0
     """The most KV blocks in use at once; 0 if unknown."""
+    is_far: bool = False
+    """On a host that has joined the run, where `device` is for this engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,10 @@ class EngineKind:
             f"{max_tokens} new tokens each at most"
         )
 
+    def gpus_for_itself(self, recipe: Recipe) -> int:
+        """How many GPUs an engine shares with no other on a host that joins; 0 if it may share one."""
+        return 0
+
     # From the recipe and this machine; `device` is "cpu" or "cuda"
 
     def check_machine(self, recipe: Recipe, *, device: str) -> None:
@@ -105,6 +111,10 @@ class EngineKind:
     def receives_on(self, recipe: Recipe, index: int, *, device: str, trainer: str, engine: str) -> str:
         """The device on which an engine's process receives new weights; `trainer` and `engine` are the devices of these two."""
         return engine
+
+    def versions_in_folder(self, recipe: Recipe, *, device: str) -> int:
+        """How many versions of the weights engines keep in `sync.folder` for their servers."""
+        return 0
 
     def predict_memory(
         self, recipe: Recipe, shape: ModelShape, *, context: int, free: int, most_blocks: int, on_gpu: bool, total: int

@@ -92,7 +92,7 @@ class EnginePool:
         engine.bound.clear()
         engine.requests.clear()
         for request in requests:
-            if request.known is not None:
+            if request.num_known:
                 self.num_sampled[engine.name] += request.num_known
                 request.on_done(request.in_flight().partial())
             else:
@@ -259,7 +259,7 @@ class EnginePool:
             self.lose(engine)
 
     async def in_flight(self) -> list[InFlight]:
-        """As of the engines' last reports, which come every second."""
+        """As of the engines' last reports (`LEAST_GROWTH`)."""
         sent = (request for engine in self.engines for request in engine.requests.values())
         return [request.in_flight() for request in itertools.chain(sent, *self._queues())]
 

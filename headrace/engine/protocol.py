@@ -203,5 +203,6 @@ class ProcessEngine(SleepingEngine, RequestQueue, Protocol):
     async def take_back(self, count: int) -> list[Request]:
         """Withdraw up to so many requests that have not started, those queued last, and return them."""
 
-    def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
-        """The tokens that these requests (default: all running) sampled since the last call. Called within `after_step`."""
+    def growth(self, requests: Iterable[Request] | None = None, *, least: float = 0.0) -> list[SampledSince]:
+        """The tokens that these requests (default: all running) have sampled since they were last returned, of those that have
+        grown by more than this share of what was returned before. Called within `after_step`."""

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
-from headrace.engine.request import TOKEN, Request, SampledTokens, checksum
+from headrace.engine.request import CallEnd, Request, SampledTokens, checksum, unpack_tokens
 from headrace.errors import SyncError
 from headrace.records import (
     FinishReason,
     WireError,
+    answered,
+    check_tokens,
     grown,
+    is_prompt,
     join_masks,
     pack_rollouts,
     pack_samplings,
     portions,
-    unpack_rollouts,
+    wire_errors,
 )
 from headrace.rpc import RemoteError, StreamClosed
 
@@ -35,9 +39,8 @@ if TYPE_CHECKING:
     from headrace.rpc import Peer
 
 _MOST_BACKLOG = 8 << 20  # unread bytes at which an engine is sent no more
-_MOST_SHARED = 256  # tokens of the mean rollout up to which the rollouts of a message share its memory
-_RAW = np.dtype((np.void, TOKEN.itemsize))  # of which numpy copies bytes, not field after field
-_NONE_KNOWN, _NO_ENTROPIES = np.zeros(0, _RAW), np.zeros(0, np.float32)
+_NONE_KNOWN = np.empty((0, 3), np.int32)
+_SHORT = 1024  # tokens: rollouts of so many that end together share memory
 _UNUSED: list[Any] = []  # for fields of engines alone: a list for each would triple what garbage collection looks at
 _REFUSED_UPDATES = {"SyncError", "WeightError"}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
@@ -52,9 +55,10 @@ class PoolRequest(Request):
     masks: list[Array] = field(default_factory=lambda: _UNUSED)
     engine: RemoteEngine | None = None
     """Where it was sent; None while it waits."""
-    known: Array | None = None
-    """[n] of `_RAW`, to be viewed as `TOKEN`: what its engine has reported, copied out of the messages into one array that
-    grows, at most 15 bytes a token. Never changed in place, so that other threads may read it."""
+    known: Array = field(default_factory=lambda: _NONE_KNOWN)
+    """[≥ n, 3] int32: what its engine has reported (`pack_tokens`), copied out of the messages, and room for more: at most 15
+    bytes a token. The first `num_known` are never changed, so that other threads may read them."""
+    num_known: int = 0
     mask: SamplingMask | None = None
     """Of the known tokens."""
     entropies: Array | None = None
@@ -63,33 +67,57 @@ class PoolRequest(Request):
     """The oldest version of the tokens of earlier calls, or else the version of the first known one."""
     policy: str = ""
 
-    @property
-    def num_known(self) -> int:
-        return 0 if self.known is None else len(self.known)
-
     def add(self, new: Array, mask: SamplingMask | None, entropies: Array | None) -> None:
-        """Its engine has reported more tokens, of `_RAW`."""
-        if self.oldest is None:
-            self.oldest = int(new.view(TOKEN)["versions"][0])
+        """Its engine has reported more tokens."""
+        start, stop = self.num_known, self.num_known + len(new)
+        if self.oldest is None and stop > start:
+            self.oldest = int(new[0, 2])
         if mask is not None or self.mask is not None:
-            self.mask = join_masks(self.mask, mask, num_old=self.num_known, num_new=len(new))
-        self.known = grown(_NONE_KNOWN if self.known is None else self.known, new)
-        if entropies is not None:
-            self.entropies = grown(_NO_ENTROPIES if self.entropies is None else self.entropies, entropies)
+            self.mask = join_masks(self.mask, mask, num_old=start, num_new=len(new))
+        if stop > len(self.known):
+            known, self.known = self.known, np.empty((stop + stop // 4, 3), np.int32)
+            self.known[:start] = known[:start]
+        self.known[start:stop], self.num_known = new, stop
+        if entropies is not None:  # an engine that records none still has a column of earlier calls when the call ends
+            self.entropies = grown(np.zeros(start, np.float32) if self.entropies is None else self.entropies, entropies)
 
     def in_flight(self) -> InFlight:
-        partial = functools.partial(self.partial, self.known, self.mask, self.entropies)
-        return InFlight(self.rollout, self.num_known, self.oldest, partial)
+        return InFlight(self.rollout, self.num_known, self.oldest, functools.partial(self.partial, *self.reported))
 
-    def partial(self, known: Array | None, mask: SamplingMask | None, entropies: Array | None) -> Rollout:
-        """The rollout with the known tokens and `ABORT`, or as submitted if there are none."""
-        if known is None:
+    @property
+    def reported(self) -> tuple[Array, SamplingMask | None, Array | None]:
+        return self.known[: self.num_known], self.mask, self.entropies
+
+    def partial(self, known: Array, mask: SamplingMask | None, entropies: Array | None, end: CallEnd | None = None) -> Rollout:
+        """The rollout with the known tokens and `ABORT`, or as submitted if there are none; or as its call ended."""
+        if end is None and not len(known):
             return self.rollout
         assert self.engine is not None and self.lineage is not None
-        each = known.view(TOKEN)
-        tokens = SampledTokens(each["token_ids"], each["logprobs"], each["versions"], entropies=entropies)
-        engine, policy, lineage = self.engine.name, self.policy, self.lineage
-        return self.extended(tokens, FinishReason.ABORT, engine=engine, policy=policy, lineage=lineage, mask=mask)
+        tokens = SampledTokens(*unpack_tokens(known), entropies=entropies)
+        names: dict[str, Any] = {"engine": self.engine.name, "policy": self.policy, "lineage": self.lineage}
+        if end is None:
+            return self.extended(tokens, FinishReason.ABORT, **names, mask=mask)
+        reason, finished = FinishReason(end.reason), float(end.finished)
+        return self.extended(tokens, reason, **names, mask=mask, routing=end.routing, finished=finished)
+
+
+class _Ended(NamedTuple):
+    """A call that has ended."""
+
+    request: PoolRequest
+    end: CallEnd
+    unknown: Array
+    """What was not reported before."""
+    known: Array
+    """All its tokens."""
+    mask: SamplingMask | None
+    entropies: Array | None
+
+    @property
+    def is_short(self) -> bool:
+        """And has nothing but tokens."""
+        has_more = any(each is not None for each in (self.mask, self.entropies, self.end.routing))
+        return not has_more and is_prompt(self.request.rollout) and len(self.known) <= _SHORT
 
 
 WaitingQueue = OrderedDict[PoolRequest, None]
@@ -129,7 +157,6 @@ class RemoteEngine:
         """Handlers of the data stream's messages."""
         return {
             "pull": self._take_pull,
-            "done": self._take_done,
             "sampled": self._take_sampled,
             "refused": self._take_refused,
             "missing": self._take_missing,
@@ -195,7 +222,7 @@ class RemoteEngine:
     def _send_since(self, data: Peer, requests: list[PoolRequest], starts: list[int]) -> None:
         rollouts = [request.rollout for request in requests]
         parts = [each.since(start, num_calls=len(each.calls)) for each, start in zip(rollouts, starts, strict=True)]
-        for span in portions(parts):
+        for span in portions([each.num_bytes for each in parts]):
             self._send_portion(data, requests[span], parts[span], starts[span])
 
     def _send_portion(self, data: Peer, requests: list[PoolRequest], parts: list[Rollout], starts: list[int]) -> None:
@@ -264,43 +291,76 @@ class RemoteEngine:
         self.credit += int(count)
         self._pool.on_pull(self)
 
-    def _take_done(self, value: Any) -> None:  # noqa: ANN401
-        rollouts = unpack_rollouts(value["rollouts"])
-        is_long = len(rollouts) > 1 and len(value["rollouts"]["token_ids"]) > _MOST_SHARED * len(rollouts)
-        for key, rollout, start in zip(value["keys"].tolist(), rollouts, value["starts"].tolist(), strict=True):
-            request = self.requests.pop(key, None)
-            if request is None:
-                continue  # it was cancelled, or moved to another engine because this one is lost
-            if start:
-                if start != len(request.rollout):
-                    raise WireError(f"{self.name} continued {rollout.id!r} at token {start} of {len(request.rollout)}")
-                rollout = request.rollout.joined(rollout)
-            elif is_long:  # one that waits for others, or is interrupted again and again, must not keep them all in memory
-                rollout = rollout.detached()
+    def _take_sampled(self, value: Any) -> None:  # noqa: ANN401
+        calls, tokens, ended = value["calls"], value["tokens"], list[_Ended]()
+        offsets = [0, *itertools.accumulate(count for _, count, *_ in calls)]
+        if tokens.dtype != np.int32 or tokens.shape != (offsets[-1], 3):
+            raise WireError(f"{self.name} reported {tokens.dtype} {tokens.shape}, not the tokens of {len(calls)} calls")
+        entropies, masks = value["entropies"], value["masks"]
+        with wire_errors(f"{self.name} reported"):  # before they are kept: if it is lost, its calls continue from them
+            arrays = dict(zip(("token_ids", "logprobs", "versions"), unpack_tokens(tokens), strict=True))
+            check_tokens(arrays, ids=[f"of call {key}" for key, *_ in calls], offsets=offsets)
+        try:
+            for place, (key, count, started, lineage, end) in enumerate(calls):
+                start, stop = offsets[place], offsets[place + 1]
+                request = self.requests.get(key)
+                if request is None:
+                    continue  # it was cancelled, or moved to another engine because this one is lost
+                if not request.num_known:
+                    request.started, request.lineage, request.policy = float(started), lineage, value["policy"]
+                new, mask, of_new = tokens[start:stop], masks.get(str(place)), entropies.get(str(place))
+                if (mask is not None and len(mask.offsets) != count + 1) or (of_new is not None and of_new.shape != (count,)):
+                    raise WireError(f"{self.name} reported {count} tokens, and masks or entropies of another number")
+                if end is not None:
+                    ended.append(self._ended(request, new, mask, of_new, end))
+                    continue
+                request.add(new, mask, of_new)
+                if request.on_tokens is not None:
+                    request.on_tokens(_increment(new))
+        finally:  # what comes before something wrong is right: calls that ended are not resumed
+            if ended:
+                self._end(ended)
+
+    def _ended(
+        self, request: PoolRequest, new: Array, mask: SamplingMask | None, entropies: Array | None, told: list[Any]
+    ) -> _Ended:
+        """`new`: what the call has sampled since the last report, or all of it."""
+        with wire_errors(f"{self.name} ended {request.rollout.id!r}"):
+            end = CallEnd(*told)
+            if end.num_before not in (0, request.num_known):
+                raise WireError(f"it goes on from token {end.num_before}, but {request.num_known} were reported")
+            if not end.num_before:
+                return _Ended(request, end, new[request.num_known :], new, mask, entropies)
+            request.add(new, mask, entropies)
+            return _Ended(request, end, new, *request.reported)
+
+    def _end(self, ended: list[_Ended]) -> None:
+        """Calls have ended. Short ones are extended together; a long one gets memory of its own, which no other keeps."""
+        short, long = [each for each in ended if each.is_short], [each for each in ended if not each.is_short]
+        with wire_errors(f"{self.name} ended a call"):
+            rollouts = self._answered(short) if short else []
+            rollouts += [each.request.partial(each.known, each.mask, each.entropies, each.end) for each in long]
+        for each, rollout in zip(short + long, rollouts, strict=True):
+            request = each.request
+            del self.requests[request.key]
             self._pool.num_sampled[self.name] += len(rollout) - len(request.rollout)
             if request.on_tokens is not None:
-                told = len(request.rollout) + request.num_known
-                new = (rollout.token_ids[told:], rollout.logprobs[told:], rollout.versions[told:])
-                request.on_tokens(_increment(*new, rollout.finish_reason))
+                request.on_tokens(_increment(each.unknown, rollout.finish_reason))
             request.on_done(rollout)
 
-    def _take_sampled(self, value: Any) -> None:  # noqa: ANN401
-        calls, tokens, stop = value["calls"], value["tokens"], 0
-        if tokens.dtype != np.int32 or tokens.shape != (sum(count for _, count, _, _ in calls), 3):
-            raise WireError(f"{self.name} reported {tokens.dtype} {tokens.shape}, not the tokens of {len(calls)} calls")
-        raw, entropies, masks = tokens.view(_RAW).reshape(-1), value["entropies"], value["masks"]
-        for place, (key, count, started, lineage) in enumerate(calls):
-            start, stop = stop, stop + count
-            request = self.requests.get(key)
-            if request is None:
-                continue
-            if request.known is None:
-                request.started, request.lineage = float(started), lineage
-            request.policy, new = value["policy"], raw[start:stop]
-            request.add(new, masks.get(str(place)) if masks else None, None if entropies is None else entropies[start:stop])
-            if request.on_tokens is not None:
-                each = new.view(TOKEN)
-                request.on_tokens(_increment(each["token_ids"], each["logprobs"], each["versions"]))
+    def _answered(self, ended: list[_Ended]) -> list[Rollout]:
+        requests = [each.request for each in ended]
+        return answered(
+            [request.rollout for request in requests],
+            [unpack_tokens(each.known) for each in ended],
+            engine=self.name,
+            policies=[request.policy for request in requests],
+            lineages=[str(request.lineage) for request in requests],
+            reasons=[FinishReason(each.end.reason) for each in ended],
+            sampling=[request.sampling for request in requests],
+            started=[request.started for request in requests],
+            finished=[float(each.end.finished) for each in ended],
+        )
 
     def _take_refused(self, value: Any) -> None:  # noqa: ANN401
         for key, kind, message in value:
@@ -333,5 +393,6 @@ class RemoteEngine:
             self._on_report(self.name, report)
 
 
-def _increment(token_ids: Array, logprobs: Array, versions: Array, reason: FinishReason | None = None) -> Increment:
-    return Increment(tuple(token_ids.tolist()), tuple(logprobs.tolist()), tuple(versions.tolist()), reason)
+def _increment(new: Array, reason: FinishReason | None = None) -> Increment:
+    token_ids, logprobs, versions = (tuple(each.tolist()) for each in unpack_tokens(new))
+    return Increment(token_ids, logprobs, versions, reason)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from headrace.engine.protocol import Increment, PromptTooLong, UnusablePrompt
-from headrace.records import Call, FinishReason, Rollout, SamplingMask, join_masks
+from headrace.records import SAMPLED_ENTROPY, Call, FinishReason, Rollout, SamplingMask, join_masks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from headrace.records import Array, Sampling
 
 T = TypeVar("T")
+LEAST_GROWTH = 1 / 8
+"""An engine process reports a call again once it has grown by this share of what was reported, so that a long call needs few
+reports; every `TELL_ALL`th time it reports all of them."""
+TELL_ALL = 10
 
 
 class SampledTokens(NamedTuple):
@@ -37,14 +41,16 @@ class SampledTokens(NamedTuple):
     """Of the distributions they were sampled from, if the engine records them."""
 
 
-TOKEN = np.dtype([("token_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32)])
-
-
 def pack_tokens(token_ids: Array, logprobs: Array, versions: Array) -> Array:
-    """[n, 3] int32: the form in which sampled tokens are reported. A row has the bytes of a `TOKEN`."""
-    rows = np.empty(len(token_ids), TOKEN)
-    rows["token_ids"], rows["logprobs"], rows["versions"] = token_ids, logprobs, versions
-    return rows.view(np.int32).reshape(-1, 3)
+    """[n, 3] int32: the form in which sampled tokens are reported."""
+    rows = np.empty((len(token_ids), 3), np.int32)
+    rows[:, 0], rows.view(np.float32)[:, 1], rows[:, 2] = token_ids, logprobs, versions
+    return rows
+
+
+def unpack_tokens(rows: Array) -> tuple[Array, Array, Array]:
+    """Token ids, logprobs and versions, as views."""
+    return rows[:, 0], rows[:, 1].view(np.float32), rows[:, 2]
 
 
 class HeldAdapter(NamedTuple):
@@ -124,8 +130,10 @@ class Request:
         lineage: str,
         routing: Array | None = None,
         mask: SamplingMask | None = None,
+        finished: float | None = None,
     ) -> Rollout:
-        """Its rollout with the tokens that the call sampled; `mask` instead of `new.masks` if those are joined already."""
+        """Its rollout with the tokens that the call sampled; `mask` instead of `new.masks` if those are joined already. It has
+        `finished` now, unless another time is given."""
         call = Call(
             start=len(self.rollout),
             stop=len(self.rollout) + len(new.token_ids),
@@ -133,23 +141,77 @@ class Request:
             sampling=self.sampling,
             finish_reason=reason,
             started=self.started,
-            finished=time.time(),
+            finished=time.time() if finished is None else finished,
         )
-        tokens: dict[str, Any] = new._asdict() if mask is None else {**new._asdict(), "masks": mask}
-        return append_call(self.rollout, call, **tokens, policy=policy, lineage=lineage, expert_routing=routing)
+        return append_call(
+            self.rollout,
+            call,
+            token_ids=new.token_ids,
+            logprobs=new.logprobs,
+            versions=new.versions,
+            masks=new.masks if mask is None else mask,
+            entropies=new.entropies,
+            policy=policy,
+            lineage=lineage,
+            expert_routing=routing,
+        )
+
+
+class CallEnd(NamedTuple):
+    """How a call ended."""
+
+    num_before: int
+    """Its tokens before those that come with this."""
+    reason: str
+    finished: float
+    routing: Array | None
+    """Of all tokens of the rollout, if it is recorded."""
 
 
 class SampledSince(NamedTuple):
-    """What a running request has sampled since the last report."""
+    """What a request has sampled since the last report."""
 
     request: Request
     token_ids: Array
     logprobs: Array
     versions: Array
-    masks: Sequence[Array]
+    masks: Sequence[Array] | SamplingMask
     lineage: str
     """The lineage that sampled its first token."""
     entropies: Array | None = None
+    end: CallEnd | None = None
+    """None while it runs."""
+
+    @classmethod
+    def rest(cls, request: Request, rollout: Rollout, *, num_before: int) -> SampledSince:
+        """What an ended call has sampled but for its first `num_before` tokens."""
+        first, mask, entropies = len(request.rollout) + num_before, rollout.sampling_mask, rollout.columns.get(SAMPLED_ENTROPY)
+        end = CallEnd(num_before, rollout.calls[-1].finish_reason.value, rollout.calls[-1].finished, rollout.expert_routing)
+        tokens = (rollout.token_ids[first:], rollout.logprobs[first:], rollout.versions[first:])
+        masks = () if mask is None else mask.rest(first)
+        return cls(request, *tokens, masks, rollout.lineage, None if entropies is None else entropies[first:], end)
+
+    @property
+    def rows(self) -> Array:
+        return pack_tokens(self.token_ids, self.logprobs, self.versions)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in a message."""
+        routing = None if self.end is None else self.end.routing
+        masks = (self.masks.ids,) if isinstance(self.masks, SamplingMask) else self.masks
+        return 12 * len(self.token_ids) + sum(each.nbytes for each in masks) + (0 if routing is None else routing.nbytes)
+
+
+def pack_sampled(sampled: Sequence[SampledSince], *, policy: str) -> dict[str, Any]:
+    """The message in which an engine process reports what calls have sampled, and which of them have ended."""
+    return {
+        "calls": [[each.request.key, len(each.token_ids), each.request.started, each.lineage, each.end] for each in sampled],
+        "tokens": np.concatenate([each.rows for each in sampled]),
+        "entropies": {str(place): each.entropies for place, each in enumerate(sampled) if each.entropies is not None},
+        "masks": {str(place): mask for place, each in enumerate(sampled) if (mask := _as_mask(each.masks)) is not None},
+        "policy": policy,
+    }
 
 
 def append_call(
@@ -174,10 +236,9 @@ def append_call(
     soon as it holds a token past 40: this may over-reject, never under-reject. A caller that knows the history truncates such a
     rollout before it resumes it, and may rename it (`headrace.partial.surviving_part`).
     """
-    if any(each.stop > each.start for each in rollout.calls):
+    if rollout.calls and any(each.stop > each.start for each in rollout.calls):
         lineage = rollout.lineage
-    new = masks if isinstance(masks, SamplingMask) else SamplingMask.from_rows(list(masks)) if masks else None
-    mask = join_masks(rollout.sampling_mask, new, num_old=call.start, num_new=len(token_ids))
+    mask = join_masks(rollout.sampling_mask, _as_mask(masks), num_old=call.start, num_new=len(token_ids))
     return rollout.extend(
         call,
         token_ids=token_ids,
@@ -189,6 +250,10 @@ def append_call(
         expert_routing=expert_routing,
         entropies=entropies,
     )
+
+
+def _as_mask(masks: Sequence[Array] | SamplingMask) -> SamplingMask | None:
+    return masks if isinstance(masks, SamplingMask) else SamplingMask.from_rows(list(masks)) if masks else None
 
 
 def checksum(rollout: Rollout, num_tokens: int) -> int:

@@ -25,17 +25,30 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
-    """How training rollouts are sampled."""
+class DistributionSettings:
+    """What tokens are sampled from."""
 
     temperature: float = 1.0
-    """Above 0: a greedy policy explores nothing. The trainer applies the same temperature."""
+    """Above 0. The trainer applies `sampling.temperature` too; `evaluate.greedy` decodes held-out tasks greedily."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all. Any cut-off is recorded and replayed by the trainer."""
+    """Keep the k likeliest tokens; 0 keeps all. In training, any cut-off is recorded and replayed."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens that holds this much probability."""
     min_p: float = 0.0
     """Keep tokens at least this fraction as likely as the likeliest."""
+
+    def __post_init__(self) -> None:
+        wanted = "a number above 0; evaluate.greedy decodes greedily"
+        check(0 < self.temperature < math.inf, "temperature", self.temperature, wanted)
+        check(self.top_k >= 0, "top_k", self.top_k, "≥ 0")
+        check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        check(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings(DistributionSettings):
+    """How training rollouts are sampled."""
+
     max_tokens: int = 256
     """At most this many new tokens."""
     min_tokens: int = 0
@@ -45,10 +58,7 @@ class SamplingSettings:
     special tokens; the text of one such token, alone, stands for the token itself."""
 
     def __post_init__(self) -> None:
-        check(0 < self.temperature < math.inf, "temperature", self.temperature, "a number above 0 to train")
-        check(self.top_k >= 0, "top_k", self.top_k, "≥ 0")
-        check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        check(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
+        super().__post_init__()
         check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens")
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-    from headrace.records import Rollout, Sampling
+    from headrace.records import Array, Rollout, Sampling
 
 _SPARE_TOKENS = 8  # decoded beyond one token per character of the stop string: a token may hold less than a character
 
@@ -32,12 +32,15 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]
     return decode
 
 
-def window(rollout: Rollout, sampling: Sampling, length: int) -> int | None:
-    """The first token to decode when the rollout has `length` tokens; None if no stop string can end it there. Like a stop
-    token, a string completed within the first `min_tokens` is ignored for good."""
-    if not sampling.stop or length - len(rollout) <= sampling.min_tokens:
-        return None
-    return max(_start_of_text(rollout), length - max(map(len, sampling.stop)) - _SPARE_TOKENS)
+def ends_call(rollout: Rollout, sampling: Sampling, sampled: Sequence[int] | Array, decode: Callable[[list[int]], str]) -> bool:
+    """Whether the last of the tokens `sampled` for this rollout completes a stop string. Like a stop token, one completed
+    within the first `min_tokens` is ignored for good."""
+    if not sampling.stop or len(sampled) <= sampling.min_tokens:
+        return False
+    num_old = len(rollout)
+    first = max(_start_of_text(rollout), num_old + len(sampled) - max(map(len, sampling.stop)) - _SPARE_TOKENS)
+    token_ids = map(int, (*rollout.token_ids[first:], *sampled[max(0, first - num_old) :]))
+    return completes(sampling.stop, list(token_ids), decode)
 
 
 def completes(stops: Sequence[str], token_ids: list[int], decode: Callable[[list[int]], str]) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headrace.engine.remote_engine import RemoteEngine
     from headrace.records import WeightUpdate
 
-_ATTEMPTS = 3  # to bring an engine that fell behind up to date
+_PAUSES = (0.0, 1.0, 4.0)  # seconds before each attempt to bring an engine that fell behind up to date
 
 
 class WeightDelivery:
@@ -97,7 +97,8 @@ class WeightDelivery:
         await asyncio.wait([loading])
         _ = loading.cancelled() or loading.exception()  # however it ended, it is retried
         try:
-            for attempt in range(1, _ATTEMPTS + 1):
+            for attempt, pause in enumerate(_PAUSES, 1):
+                await asyncio.sleep(pause)
                 try:
                     while not self.is_current(engine):
                         await self.bring_up_to_date(engine)
@@ -105,8 +106,8 @@ class WeightDelivery:
                     self._on_caught_up()
                     return
                 except (RemoteError, SyncError) as error:
-                    if attempt == _ATTEMPTS:
-                        self.say(f"{engine.name} was not brought up to date in {_ATTEMPTS} attempts and is let go: {error}")
+                    if attempt == len(_PAUSES):
+                        self.say(f"{engine.name} was not brought up to date in {attempt} attempts and is let go: {error}")
         except StreamClosed:
             pass
         except Exception:

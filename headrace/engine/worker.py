@@ -2,8 +2,9 @@
 
 The engine decodes in its own thread, this event loop talks. Rollouts come and go in batches on the data stream, never more than
 were pulled; control calls have their own stream and never queue behind them. Of a rollout's later turns only what is new
-travels, both ways: each end has the rest, and this one asks for it if it has not. Tokens sampled so far are reported once a
-second, and after every step for streamed rollouts, so at most a second of work is lost with this process.
+travels, both ways: each end has the rest, and this one asks for it if it has not. Calls that have grown by `LEAST_GROWTH` are
+reported once a second, all calls every ten seconds, and streamed ones after every step: so at most ten seconds of work are lost
+with this process, and of a call at most a ninth or a second's.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+import zlib
 from collections import OrderedDict, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from headrace.engine.protocol import EngineDied
-from headrace.engine.request import Request, SampledSince, checksum, pack_tokens
+from headrace.engine.request import LEAST_GROWTH, TELL_ALL, Request, SampledSince, checksum, pack_sampled
 from headrace.partial import Interrupt
-from headrace.records import Rollout, SamplingMask, pack_rollouts, portions, unpack_rollouts, unpack_samplings
+from headrace.records import Rollout, portions, unpack_rollouts, unpack_samplings
 from headrace.rpc import StreamClosed
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headrace.records import Array, WeightUpdate
     from headrace.rpc import Peer
 
-TELL_SECONDS = 1.0  # between two reports of the tokens sampled so far
+TELL_SECONDS = 1.0  # at least, between two reports of the tokens sampled so far
 REPORT_SECONDS = 0.25  # between two reports of where time goes
 _MOST_HELD = 64 << 20  # bytes of ended rollouts that are held for their next turns
 
@@ -47,11 +47,13 @@ class EngineWorker:
         self._data: Peer | None = None
         self._requests: dict[int, Request] = {}
         self._streamed: set[Request] = set()
+        self._told: dict[Request, tuple[int, int]] = {}  # tokens reported of each, and their checksum
         self._held: OrderedDict[str, Rollout] = OrderedDict()  # those that ended here last, by id
         self._num_held = 0  # bytes
         self._news: deque[tuple[Request, SampledSince | Rollout | Exception]] = deque()  # to report; from the engine's thread
         self._tasks: set[asyncio.Task[None]] = set()  # that give requests back
         self._told_at = self._reported_at = time.monotonic()
+        self._num_tells = 0
         engine.after_step = self._after_step
 
     # The data stream
@@ -155,11 +157,11 @@ class EngineWorker:
 
     def _after_step(self) -> None:
         """In the engine's thread: collect what there is to report, and wake the event loop if there is anything."""
-        is_due = time.monotonic() - self._told_at >= TELL_SECONDS
-        if is_due:
-            self._told_at = time.monotonic()
-        if is_due or self._streamed:
-            self._news.extend((each.request, each) for each in self._engine.growth(None if is_due else self._streamed))
+        grown = self._engine.growth(self._streamed) if self._streamed else []
+        if time.monotonic() - self._told_at >= TELL_SECONDS:
+            self._told_at, self._num_tells = time.monotonic(), self._num_tells + 1
+            grown += self._engine.growth(least=LEAST_GROWTH if self._num_tells % TELL_ALL else 0.0)
+        self._news.extend((each.request, each) for each in grown)
         if self._news:
             self._loop.call_soon_threadsafe(self._flush)
 
@@ -180,25 +182,18 @@ class EngineWorker:
         news = [(request, each) for request, each in news if request.key in self._requests]  # not cancelled
         sampled = [each for _, each in news if isinstance(each, SampledSince)]
         if sampled:
-            self._tell_sampled(data, sampled)
+            data.notify("sampled", pack_sampled(sampled, policy=self._engine.policy))
+            for each in sampled:
+                count, check = self._told.get(each.request, (0, 0))
+                self._told[each.request] = count + len(each.token_ids), zlib.crc32(each.rows.data, check)
         finished = {request: each for request, each in news if isinstance(each, Rollout)}
-        requests, rollouts = list(finished), list(finished.values())
-        starts = [
-            len(request.rollout) if request.rollout.calls and rollout.expert_routing is None else 0
-            for request, rollout in finished.items()
-        ]
-        parts = [
-            rollout.since(start, num_calls=len(request.rollout.calls))
-            for (request, rollout), start in zip(finished.items(), starts, strict=True)
-        ]
-        for span in portions(parts):
-            numbers = {"keys": [request.key for request in requests[span]], "starts": starts[span]}
-            arrays = {name: np.asarray(values, dtype=np.int64) for name, values in numbers.items()}
-            data.notify("done", {**arrays, "rollouts": pack_rollouts(parts[span])})
-            for request, rollout in zip(requests[span], rollouts[span], strict=True):
-                self._forget(request)
-                if rollout.expert_routing is None:  # else it travels whole
-                    self._hold(rollout)
+        rests = [self._rest(request, rollout) for request, rollout in finished.items()]
+        for span in portions([each.num_bytes for each in rests]):
+            data.notify("sampled", pack_sampled(rests[span], policy=self._engine.policy))
+        for request, rollout in finished.items():
+            self._forget(request)
+            if rollout.expert_routing is None:  # else it is sent whole again
+                self._hold(rollout)
         refused = {request: each for request, each in news if isinstance(each, Exception)}
         if refused:
             told = [[request.key, type(error).__name__, str(error)] for request, error in refused.items()]
@@ -211,25 +206,15 @@ class EngineWorker:
             self._reported_at = time.monotonic()
             data.notify("report", self._timeline.report())
 
-    def _tell_sampled(self, data: Peer, sampled: list[SampledSince]) -> None:
-        masks = {str(place): SamplingMask.from_rows(list(each.masks)) for place, each in enumerate(sampled) if each.masks}
-        has_entropies = any(each.entropies is not None for each in sampled)
-        entropies = [
-            np.zeros(len(each.token_ids), np.float32) if each.entropies is None else each.entropies for each in sampled
-        ]
-        data.notify(
-            "sampled",
-            {
-                "calls": [[each.request.key, len(each.token_ids), each.request.started, each.lineage] for each in sampled],
-                "tokens": np.concatenate([pack_tokens(each.token_ids, each.logprobs, each.versions) for each in sampled]),
-                "entropies": np.concatenate(entropies) if has_entropies else None,
-                "masks": masks,
-                "policy": self._engine.policy,
-            },
-        )
+    def _rest(self, request: Request, rollout: Rollout) -> SampledSince:
+        """What was not reported of an ended call; all of it, should what was reported differ from how it ended."""
+        whole, (count, check) = SampledSince.rest(request, rollout, num_before=0), self._told.get(request, (0, 0))
+        is_same = count and zlib.crc32(whole.rows[:count].data) == check
+        return SampledSince.rest(request, rollout, num_before=count) if is_same else whole
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.key]
+        self._told.pop(request, None)
         self._streamed.discard(request)
 
     # The control stream

@@ -7,7 +7,7 @@ Agents need no client: `agents` (a function) and `program` (a command) give them
 an answer while it is generated.
 
 Environments of other processes that push scored groups: `pushed` has the run's places for them, `push_server` answers them,
-`scored_groups` reads what they push, and `sampled_sequences` knows what was sampled for them.
+and `scored_groups` reads what they push and knows what was sampled for them.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from headrace.front_door import front_door
 if TYPE_CHECKING:
     from headrace.envs.adapters import list_adapters
     from headrace.envs.agents import Session, agent
-    from headrace.envs.client import CallLimit, Client, EngineClient, EpisodeClient
+    from headrace.envs.client import CallLimit, Client, EngineClient
     from headrace.envs.encoder import PromptEncoder
     from headrace.envs.gymnasium_adapter import GymnasiumEnvironment
     from headrace.envs.hosting import HostedEnvironment, can_resume, check_environment, is_single_turn, make_environment
@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     from headrace.envs.settings import EnvironmentSettings, EpisodeSettings
     from headrace.envs.single_turn import Environment, SingleTurn, run_episode
     from headrace.envs.steps import ENVIRONMENT, StepEnvironment
-    from headrace.envs.tool_environment import ToolEnvironment
-    from headrace.envs.tools import MCP
+    from headrace.envs.tools import MCP, ToolEnvironment
     from headrace.envs.trl_adapter import TrlEnvironment
     from headrace.envs.turns import Conversation, TemplateError
-    from headrace.envs.verifiers_adapter import VerifiersEnvironment
-    from headrace.envs.verifiers_loaded import LoadedVerifiersEnvironment
+    from headrace.envs.verifiers_adapter import LoadedVerifiersEnvironment, VerifiersEnvironment
 else:
     __getattr__ = front_door(__name__)

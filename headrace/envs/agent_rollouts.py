@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from headrace.engine import Chat
-    from headrace.envs.client import EpisodeClient
+    from headrace.envs.client import Client
     from headrace.records import Plain, Rollout
 
     Message = dict[str, Any]
@@ -84,7 +84,7 @@ class _Answered:
 class AgentRollouts:
     """Those of one episode."""
 
-    def __init__(self, client: EpisodeClient) -> None:
+    def __init__(self, client: Client) -> None:
         self._client, self._answered = client, list[_Answered]()
         self._finished: dict[str, Rollout] = {}
         self.is_truncated = False

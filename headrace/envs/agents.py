@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from headrace.envs.agent_rollouts import AgentCall, Reply, Tell
-    from headrace.envs.client import Client, EpisodeClient
+    from headrace.envs.client import Client
     from headrace.records import Plain
 
 
 class Session:
     """An agent's episode: what it works on, where it finds the model, and its reward."""
 
-    def __init__(self, client: EpisodeClient, row: dict[str, Plain], *, base_url: str) -> None:
+    def __init__(self, client: Client, row: dict[str, Plain], *, base_url: str) -> None:
         self.row = row
         """The task."""
         self.base_url = base_url
@@ -109,7 +109,7 @@ class AgentEnvironment(abc.ABC):
         started, endpoint = time.time(), AgentEnvironment._endpoint
         if endpoint is None or not endpoint.is_open:
             endpoint = AgentEnvironment._endpoint = Endpoint()
-        session = Session(cast("EpisodeClient", client), task, base_url=endpoint.base_url)
+        session = Session(client, task, base_url=endpoint.base_url)
         with endpoint.admits(session):
             try:
                 reward = await self.act(session)

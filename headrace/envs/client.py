@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -27,53 +27,19 @@ if TYPE_CHECKING:
     from headrace.records import Array, Plain, Sampling
 
 
-class Client(Protocol):
-    """Given to `Environment.run`, one per episode."""
-
-    @property
-    def episode(self) -> str:
-        """The episode's id."""
-
-    @property
-    def group(self) -> str:
-        """The id it shares with the siblings it is compared with."""
-
-    def prompt(self, prompt: Plain, template_kwargs: Plain = None, tools: Sequence[Any] = ()) -> Rollout:
-        """A rollout of this episode with nothing sampled yet. `template_kwargs`: variables of the chat template; `tools`: JSON
-        schemas of functions that it shows to the policy."""
-
-    def append(self, rollout: Rollout, new: Appended, *, source: Source = Source.TOOL) -> Rollout:
-        """The rollout with what the policy did not sample: text, tokenized once, or token ids, both of this `source`; or chat
-        messages, as the template shows them behind the policy's answer. If the template rewrites what came before, the result
-        is a fork, with an id of its own, and the environment returns both."""
-
-    def messages(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """Those that the rollout holds, the policy's answers parsed: content, reasoning, tool calls."""
-
-    def chat(self, prompt: Plain, *, tools: Sequence[Any] = (), template_kwargs: Plain = None) -> Conversation:
-        """A conversation, which keeps the rollouts of `prompt`, `generate` and `append` together."""
-
-    async def generate(
-        self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = (), on_tokens: OnTokens | None = None
-    ) -> Rollout:
-        """The rollout with one more completion. If a weight update aborts it, the client resumes it until it finishes. It is
-        sampled as the run says; `max_tokens`, if not 0, and `stop` may end it sooner. `on_tokens` is told of new tokens as they
-        come."""
-
-    def text(self, rollout: Rollout) -> str:
-        """The generated text, for display and for rewards; it is never tokenized again."""
-
-
 Appended: TypeAlias = "str | Sequence[int] | Sequence[dict[str, Any]] | Array"
 
 
 @dataclass(eq=False, kw_only=True)
-class EpisodeClient(abc.ABC):
-    """All of a client but `generate`: it needs no engine, so that an environment in another process has its own."""
+class Client(abc.ABC):
+    """Given to `Environment.run`, one per episode. All of it but `generate` needs no engine, so that an environment in another
+    process has its own."""
 
     encoder: PromptEncoder
     episode: str
+    """The episode's id."""
     group: str
+    """The id it shares with the siblings it is compared with."""
     index: int
     policy: str = "policy"
     num_prompts: int = 0
@@ -83,17 +49,25 @@ class EpisodeClient(abc.ABC):
     @abc.abstractmethod
     async def generate(
         self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = (), on_tokens: OnTokens | None = None
-    ) -> Rollout: ...
+    ) -> Rollout:
+        """The rollout with one more completion. If a weight update aborts it, the client resumes it until it finishes. It is
+        sampled as the run says; `max_tokens`, if not 0, and `stop` may end it sooner. `on_tokens` is told of new tokens as they
+        come."""
 
     def prompt(self, prompt: Plain, template_kwargs: Plain = None, tools: Sequence[Any] = ()) -> Rollout:
+        """A rollout of this episode with nothing sampled yet. `template_kwargs`: variables of the chat template; `tools`: JSON
+        schemas of functions that it shows to the policy."""
         shared = self.encoder.rollout(prompt, template_kwargs, tools)
         names: dict[str, Any] = {"id": self._new_id(), "episode": self.episode, "group": self.group, "policy": self.policy}
-        rollout = shared.replace(**names, index=self.index, rewards={}, columns={})  # its own dictionaries
+        rollout = shared.named(**names, index=self.index)
         variables: Any = template_kwargs
         self._histories[rollout.id] = History.of_prompt(prompt, len(rollout), tools=tools, variables=variables)
         return rollout
 
     def append(self, rollout: Rollout, new: Appended, *, source: Source = Source.TOOL) -> Rollout:
+        """The rollout with what the policy did not sample: text, tokenized once, or token ids, both of this `source`; or chat
+        messages, as the template shows them behind the policy's answer. If the template rewrites what came before, the result
+        is a fork, with an id of its own, and the environment returns both."""
         if isinstance(new, str):
             return rollout.append(self.encoder.tokens(new), source=source)
         if len(new) and isinstance(new[0], dict):
@@ -131,14 +105,17 @@ class EpisodeClient(abc.ABC):
         return history, _append(rollout, ids, sources)
 
     def messages(self, rollout: Rollout) -> list[dict[str, Any]]:
+        """Those that the rollout holds, the policy's answers parsed: content, reasoning, tool calls."""
         history = self._history(rollout)
         told = list(history.messages)
         return told if len(rollout) <= history.num_tokens else [*told, self.encoder.turns.answer(history, rollout)]
 
     def chat(self, prompt: Plain, *, tools: Sequence[Any] = (), template_kwargs: Plain = None) -> Conversation:
+        """A conversation, which keeps the rollouts of `prompt`, `generate` and `append` together."""
         return Conversation(self, prompt, tools=tools, template_kwargs=template_kwargs)
 
     def text(self, rollout: Rollout) -> str:
+        """The generated text, for display and for rewards; it is never tokenized again."""
         return self.encoder.decode(rollout)
 
     def _history(self, rollout: Rollout) -> History:
@@ -228,7 +205,7 @@ class CallLimit:
 
 
 @dataclass(eq=False, kw_only=True)
-class EngineClient(EpisodeClient):
+class EngineClient(Client):
     """The client of one episode of a run or an evaluation."""
 
     engine: Engine

@@ -17,16 +17,15 @@ from headrace.engine import (
     ApiError,
     Body,
     Chat,
-    Events,
     LoopServer,
     bad,
     bearer,
     bind,
     check,
-    error_response,
-    explain,
     read_body,
     read_stops,
+    read_stream_options,
+    stream_events,
     unsupported,
     url_of,
 )
@@ -69,7 +68,7 @@ class Endpoint(LoopServer):
             web.post("/v1/reward", self._reward),
             web.get("/v1/models", self._models),
         ]
-        super().__init__(listener, routes, name="the endpoint of agents", around=self._around)
+        super().__init__(listener, routes, name="the endpoint of agents")
 
     @contextlib.contextmanager
     def admits(self, session: Session) -> Iterator[None]:
@@ -81,16 +80,6 @@ class Endpoint(LoopServer):
         finally:
             del self._sessions[name]
             session.close()
-
-    @web.middleware
-    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Around every request: looks for its episode, and tells the agent of a failure as OpenAI does."""
-        try:
-            return await handler(request)
-        except ConnectionError:
-            raise
-        except Exception as error:  # noqa: BLE001  (the agent is told, the log has the traceback)
-            return error_response(error)
 
     def _open(self, request: web.Request) -> tuple[Session, Responses]:
         found = self._sessions.get(digest_of(bearer(request)))
@@ -162,24 +151,14 @@ async def _stream(
     request: web.Request, session: Session, call: AgentCall, told: _Chunks | ResponseEvents
 ) -> web.StreamResponse:
     """Starts with the first text, so that a call which fails before that has a status."""
-    events = Events()
-    try:
+
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
         async with contextlib.aclosing(_pieces(session, call)) as pieces:
             async for piece in pieces:
-                if not events.prepared:
-                    await events.prepare(request)
                 for event in told.of(piece):
-                    await events.send(event, name=event.get("type", ""))
-    except ConnectionError:
-        raise
-    except Exception as error:
-        if not events.prepared:
-            raise
-        event = told.failed(explain(error))  # it is too late for a status
-        await events.send(event, name=event.get("type", ""))
-    await events.write(told.last)
-    await events.write_eof()
-    return events
+                    yield event
+
+    return await stream_events(request, events(), failed=told.failed, last=told.last)
 
 
 async def _pieces(session: Session, call: AgentCall) -> AsyncGenerator[dict[str, str] | Reply, None]:
@@ -208,10 +187,7 @@ def read_call(body: Body) -> AgentCall:
         raise unsupported("n", "must be 1: each choice would be a rollout of its own, so call once for each")
     max_tokens = body.number("max_tokens", _MOST, low=1, high=_MOST)
     max_tokens = body.number("max_completion_tokens", max_tokens, low=1, high=_MOST)
-    stops, stream = read_stops(body.take("stop")), body.take("stream", bool, False)
-    options = Body(body.take("stream_options", dict, {}))
-    include_usage = options.take("include_usage", bool, False)
-    options.end({"include_obfuscation": (...,)}, within="stream_options")
+    stops, stream, include_usage = read_stops(body.take("stop")), body.take("stream", bool, False), read_stream_options(body)
     model = body.take("model", str, "policy")
     body.end(_NEUTRAL)
     return AgentCall(chat, model, max_tokens, stops, stream, include_usage)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.envs.program import ProgramAgent
 from headrace.envs.single_turn import SingleTurn
-from headrace.envs.tool_environment import ToolEnvironment
+from headrace.envs.tools import ToolEnvironment
 from headrace.imports import import_name
 from headrace.settings import ConfigError
 from headrace.user_code import UserThread

@@ -9,18 +9,17 @@ import binascii
 import itertools
 import logging
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from aiohttp import web
 
-from headrace.engine import ApiError, Body, LoopServer, bad, bearer, check_token_ids, error_response, read_body, read_stops
+from headrace.engine import ApiError, Body, LoopServer, bad, bearer, check_token_ids, read_body, read_stops, tell_failures
 from headrace.envs.client import EngineClient
 from headrace.envs.endpoint import SAMPLED_BY_THE_RUN, digest_of
-from headrace.envs.sampled_sequences import SampledSequences
-from headrace.envs.scored_groups import read_groups
+from headrace.envs.scored_groups import SampledSequences, read_groups
 from headrace.records import Rollout, Source
 
 if TYPE_CHECKING:
@@ -48,16 +47,8 @@ class Sender:
         self.sampled = SampledSequences(max_tokens)
         self.refused = Counter[str]()
         """Pushes, by what was wrong with them."""
-        self._accepted: dict[bytes, None] = {}
-
-    def has_pushed(self, digest: bytes) -> bool:
-        """Whether a group was accepted lately."""
-        return digest in self._accepted
-
-    def note_pushed(self, digest: bytes) -> None:
-        self._accepted[digest] = None
-        if len(self._accepted) > _REMEMBERED_GROUPS:
-            del self._accepted[next(iter(self._accepted))]
+        self.accepted: deque[bytes] = deque(maxlen=_REMEMBERED_GROUPS)
+        """The digests of its last groups."""
 
 
 @dataclass(eq=False)
@@ -91,25 +82,24 @@ class PushServer(LoopServer):
             web.post("/scored_data_list", self._scored_data),
         ]
         name = "the service for environments that push"
-        super().__init__(listener, routes, name=name, around=self._around, max_body=max_bytes)
+        super().__init__(listener, routes, name=name, around=[tell_failures, self._note_refused], max_body=max_bytes)
         log.info("environments push to %s", run.url)
 
     @web.middleware
-    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _note_refused(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Around every request: nothing is read of one without a token."""
-        sender = None
+        sender = self._sender(request)
         try:
-            sender = self._sender(request)
             return await handler(request)
         except ConnectionError:
             raise
-        except Exception as error:  # noqa: BLE001  (the sender is told, the log has the traceback)
-            if sender is not None and request.path.startswith("/scored_data"):
+        except Exception as error:
+            if request.path.startswith("/scored_data"):
                 reason = str(getattr(error, "code", None) or getattr(error, "status", 500))
                 sender.refused[reason] += 1
                 if sender.refused[reason] == 1 and reason != "later":
                     log.warning("a pushed group is refused (%s): %s; others are only counted", reason, error)
-            return error_response(error)
+            raise
 
     def _sender(self, request: web.Request) -> Sender:
         sender = self._senders.get(digest_of(bearer(request) or _password(request)))
@@ -203,7 +193,7 @@ class PushServer(LoopServer):
         try:
             rollouts = group.take(sender.sampled)
         except ApiError:
-            if sender.has_pushed(group.digest):
+            if group.digest in sender.accepted:
                 return
             raise
         try:
@@ -211,7 +201,7 @@ class PushServer(LoopServer):
         except BaseException:
             sender.sampled.add(rollouts)
             raise
-        sender.note_pushed(group.digest)
+        sender.accepted.append(group.digest)
 
     # What environments ask
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from headrace.engine import ApiError, Body, bad, check
 from headrace.envs.steps import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from headrace.envs.sampled_sequences import SampledSequences
+    from collections.abc import Iterable, Sequence
+
     from headrace.records import Array, Rollout
 
 _UNTRAINED = -100
@@ -27,10 +29,55 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that are not used. The first are for display, or the engine knows them; the others would change what is trained."""
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """One pushed sequence."""
+class SampledSequences:
+    """What the engines sampled for one sender, found again by its tokens. So a pushed sequence gets the logprobs and versions
+    that its engine recorded, whatever its sender says of them. The same tokens may have been sampled several times: each is a
+    sequence of its own."""
 
+    def __init__(self, max_tokens: int) -> None:
+        """`max_tokens`: of all sequences together; the oldest are forgotten first."""
+        self._max_tokens, self._num_tokens = max_tokens, 0
+        self._keys: dict[str, bytes] = {}
+        """By rollout id, oldest first."""
+        self._same: dict[bytes, dict[str, Rollout]] = {}
+        """Rollouts of the same tokens by id, by the hash of the tokens."""
+        self._lengths = Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            key = hashlib.blake2b(rollout.token_ids.tobytes(), digest_size=16).digest()
+            self._keys[rollout.id] = key
+            self._same.setdefault(key, {})[rollout.id] = rollout
+            self._lengths[len(rollout)] += 1
+            self._num_tokens += len(rollout)
+        while self._num_tokens > self._max_tokens:
+            self.remove(next(iter(self._keys)))
+
+    def find(self, ids: Sequence[int] | Array) -> Rollout | None:
+        """The longest sequence that `ids` begin with; of several with the same tokens, the oldest."""
+        tokens, digest, found, at = np.asarray(ids, dtype=np.int32), hashlib.blake2b(digest_size=16), None, 0
+        for length in sorted(length for length in self._lengths if length <= len(tokens)):
+            digest.update(tokens[at:length].tobytes())
+            at, same = length, self._same.get(digest.copy().digest())
+            found = next(iter(same.values())) if same else found
+        return found
+
+    def remove(self, id: str) -> None:
+        key = self._keys.pop(id)
+        rollout = self._same[key].pop(id)
+        if not self._same[key]:
+            del self._same[key]
+        self._num_tokens -= len(rollout)
+        self._lengths[len(rollout)] -= 1
+        if not self._lengths[len(rollout)]:
+            del self._lengths[len(rollout)]
+
+
+@dataclass(frozen=True)
+class ScoredSequence:
     token_ids: Array
     is_trained: Array
     score: float
@@ -38,7 +85,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[ScoredSequence, ...]
     environment: int | None
     """The id that its environment got when it registered."""
 
@@ -99,7 +146,7 @@ def _read_group(body: Body) -> ScoredGroup:
     return ScoredGroup(tuple(found), environment, digest.digest())
 
 
-def _read_sequence(ids: object, mask: object, score: float, index: int) -> Sequence:
+def _read_sequence(ids: object, mask: object, score: float, index: int) -> ScoredSequence:
     token_ids, labels = _whole_numbers(ids, f"tokens[{index}]"), _whole_numbers(mask, f"masks[{index}]")
     if len(labels) != len(token_ids):
         raise bad(f"masks[{index}]", f"has {len(labels)} entries for {len(token_ids)} tokens")
@@ -108,7 +155,7 @@ def _read_sequence(ids: object, mask: object, score: float, index: int) -> Seque
         raise bad(f"masks[{index}]", f"must have the token where it is trained, and {_UNTRAINED} elsewhere")
     if not is_trained.any():
         raise bad(f"masks[{index}]", "trains no token")
-    return Sequence(token_ids, is_trained, score)
+    return ScoredSequence(token_ids, is_trained, score)
 
 
 def _whole_numbers(values: object, name: str) -> Array:
@@ -120,7 +167,7 @@ def _whole_numbers(values: object, name: str) -> Array:
         raise bad(name, "holds a number that is no token") from error
 
 
-def _match(sequence: Sequence, sampled: SampledSequences, name: str) -> Rollout:
+def _match(sequence: ScoredSequence, sampled: SampledSequences, name: str) -> Rollout:
     """The rollout that the sequence begins with; what follows it is not trained, and left out."""
     found, last = sampled.find(sequence.token_ids), int(np.flatnonzero(sequence.is_trained)[-1])
     if found is None:

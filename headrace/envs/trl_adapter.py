@@ -6,8 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from headrace.envs.single_turn import SingleTurn
-from headrace.envs.tool_environment import ToolEnvironment
-from headrace.envs.tools import call_user
+from headrace.envs.tools import ToolEnvironment, call_user
 from headrace.imports import import_name
 from headrace.settings import ConfigError
 

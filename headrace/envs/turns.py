@@ -22,7 +22,7 @@ from headrace.records import Episode, FinishReason, Rollout, Source, check_messa
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.envs.client import EpisodeClient
+    from headrace.envs.client import Client
     from headrace.envs.encoder import PromptEncoder
     from headrace.records import Plain
 
@@ -135,7 +135,7 @@ class Turns:
             told = (*history.messages, answer, *messages)
             return replace(history, messages=told, shown=told, num_tokens=len(rollout) + len(ids)), ids, sources
         stand_in, marks = _stand_in(answer)
-        before, first = self._opened(history)
+        before, first = _opened(history.shown)
         stand_in["content"] = first + stand_in["content"]
         shown = (*before, stand_in, *messages)
         added = self._added(history, before, stand_in, shown, marks)
@@ -148,28 +148,17 @@ class Turns:
             if is_sampled.all() and rollout.token_ids[-num_sampled:].tolist() == ids[:num_sampled]:
                 ids, sources = ids[num_sampled:], sources[num_sampled:]
                 break
-        told = (*self._before(history), self._joined(history, answer), *messages)
-        return replace(history, messages=told, shown=shown, num_tokens=len(rollout) + len(ids)), ids, sources
+        return (
+            replace(history, messages=_told(history, answer, messages), shown=shown, num_tokens=len(rollout) + len(ids)),
+            ids,
+            sources,
+        )
 
     def rewritten(self, history: History, answer: Message, messages: Sequence[Message]) -> tuple[History, list[int]]:
         """What the template makes of all messages: the prompt of a fork."""
-        told = (*self._before(history), self._joined(history, answer), *messages)
+        told = _told(history, answer, messages)
         ids = self._encoder.tokens(self._render(told, history))
         return replace(history, messages=told, shown=told, num_tokens=len(ids)), ids
-
-    def _joined(self, history: History, answer: Message) -> Message:
-        _, first = self._opened(history)
-        return {**answer, "content": first + answer["content"]} if first else answer
-
-    def _before(self, history: History) -> tuple[Message, ...]:
-        """The messages before the answer; one that the prompt left open is part of the answer."""
-        return history.messages[:-1] if history.messages[-1]["role"] == "assistant" else history.messages
-
-    def _opened(self, history: History) -> tuple[tuple[Message, ...], str]:
-        """(the messages before the answer, the start of the answer that the prompt gave)."""
-        if history.shown[-1]["role"] != "assistant":
-            return history.shown, ""
-        return history.shown[:-1], str(history.shown[-1].get("content") or "")
 
     def _added(
         self, history: History, before: tuple[Message, ...], stand_in: Message, shown: Sequence[Message], marks: list[str]
@@ -236,6 +225,18 @@ class Turns:
         return ids, sources
 
 
+def _told(history: History, answer: Message, messages: Sequence[Message]) -> tuple[Message, ...]:
+    """All messages; the start of the answer that the prompt gave is part of it."""
+    before, first = _opened(history.messages)
+    return (*before, {**answer, "content": first + answer["content"]}, *messages)
+
+
+def _opened(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:
+    """(the messages before the answer, the start of the answer that the prompt gave)."""
+    *before, last = messages
+    return (tuple(before), str(last.get("content") or "")) if last["role"] == "assistant" else (messages, "")
+
+
 def _with_json(message: Message) -> Message:
     if not message.get("tool_calls"):
         return message
@@ -272,9 +273,7 @@ def _stand_in(answer: Message) -> tuple[Message, list[str]]:
 class Conversation:
     """A chat of one episode: its messages, and the rollouts that hold its tokens."""
 
-    def __init__(
-        self, client: EpisodeClient, prompt: Plain, *, tools: Sequence[Any] = (), template_kwargs: Plain = None
-    ) -> None:
+    def __init__(self, client: Client, prompt: Plain, *, tools: Sequence[Any] = (), template_kwargs: Plain = None) -> None:
         self._client, self._started = client, time.time()
         self.rollout = client.prompt(prompt, template_kwargs, tools)
         """The one that goes on."""

@@ -8,7 +8,8 @@ launcher's side of a process and `child.py` the process itself; `heartbeat.py` t
 `joining.py` its own, and `joined_trainer.py` carries checkpoints between them. `on_ray.py` has Ray place them, and
 `scaling.py` says when the run wants an engine more or less.
 `handle.py` runs it all in a thread, for `headrace.start`.
-`start_model.py` has the model that RL starts from, which `sft.py` may have fine-tuned on the rows that `examples.py` encodes.
+`start_model.py` has the model that RL starts from, which `sft.py` may have fine-tuned on the rows that `examples.py` encodes;
+`model_cache.py` keeps it, and the models that hosts fetch.
 `evaluation.py`, `serving.py` and `merging.py` are the commands that do not train.
 """
 
@@ -45,10 +46,11 @@ if TYPE_CHECKING:
     from headrace.launch.launcher import Launch, RunResult, launch
     from headrace.launch.local import LocalProcesses
     from headrace.launch.merging import merge
-    from headrace.launch.placement import lends, pick_device, receiving_device, set_threads
+    from headrace.launch.placement import lends, pick_device, receiving_device, set_threads, versions_for_servers
     from headrace.launch.process import RoleProcess
     from headrace.launch.serving import serve
-    from headrace.launch.settings import ClusterSettings, read_token
+    from headrace.launch.settings import ClusterSettings, read_token, read_token_file
     from headrace.launch.start_model import model_folder
+    from headrace.launch.stop import sigterm_as_interrupt
 else:
     __getattr__ = front_door(__name__)

@@ -63,7 +63,7 @@ from headrace.sync import MemoryTransport, WeightSync, check_host, transport_cla
 from headrace.trainer import DeviceTrainer, FrozenModel, LocalTrainer, TrainSettings, learning_rate, match_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -83,6 +83,8 @@ def preflight(recipe: Recipe, given: UserInputs) -> list[str]:
     if why := why_not_lent(recipe):
         notes.append(f"not lent   engine.lend = true has no effect: {why}")
     path = recipe.model.path
+    if recipe.model.dtype == "float32" and path != tiny.NAME and choose_device(recipe) == "cuda":
+        notes.append("slow       model.dtype = 'float32' leaves most of a GPU's speed unused; 'bfloat16' does not")
     if path.startswith((".", "/", "~")) and not Path(path).exists():
         raise ModelError(f"model.path = {path!r}: the folder does not exist")
     if base_of(path) and recipe.sft.is_on:
@@ -199,23 +201,31 @@ def special_stops(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
     return tuple(special[text] for text in stop if text in special)
 
 
-def build_trainer(recipe: Recipe, model_path: str, *, device: str, ranks: Ranks | None = None) -> DeviceTrainer:
-    """A trainer and its frozen models: the KL reference (by default the model RL starts from) and the distillation teacher. One
-    of several `ranks` loads them on the host and moves its share to its device, or reads its share alone."""
+def frozen_models(recipe: Recipe, start: str = "") -> dict[str, str]:
+    """Column -> path, or "", of the KL reference (by default `start`) and the distillation teacher."""
+    return {REFERENCE: (recipe.train.reference or start) if recipe.train.kl else "", TEACHER: recipe.train.teacher}
+
+
+def build_trainer(
+    recipe: Recipe, model_path: str, *, device: str, ranks: Ranks | None = None, places: Mapping[str, str] | None = None
+) -> DeviceTrainer:
+    """A trainer and its frozen models, which may be in other `places` than the recipe says. One of several `ranks` loads them
+    on the host and moves its share to its device, or reads its share alone."""
     train = recipe.train
     device, more = (device, dict[str, Any]()) if ranks is None else ("cpu", {"ranks": ranks})
     in_parts = train.parallel.shard > 1 and ranks is not None
     start = "" if recipe.lora.is_on else model_path  # the policy with its adapter off is the reference
-    frozen_paths = {REFERENCE: (train.reference or start) if train.kl else "", TEACHER: train.teacher}
     frozen = {
         column: FrozenModel(
-            load_model(path, dtype=recipe.model.dtype, device=device, exact=recipe.exact, in_parts=in_parts),
+            load_model(
+                (places or {}).get(path, path), dtype=recipe.model.dtype, device=device, exact=recipe.exact, in_parts=in_parts
+            ),
             exact=recipe.exact,
             offload="reference" in train.offload,
             keep_digits=column == REFERENCE and train.reference_mix < 1,
             **more,
         )
-        for column, path in frozen_paths.items()
+        for column, path in frozen_models(recipe, start).items()
         if path
     }
     dtype = recipe.model.dtype if recipe.lora.is_on else "float32"  # what is not trained needs no more digits

@@ -193,7 +193,7 @@ class RoleWorker:
             far: dict[str, Any] = {"meeting": self._meeting, "host": order.placement.address} if self._is_far else {}
             ranks = Ranks.join(parallel, rank=order.index, address=meeting, device=device, timeout=timeout, **far)
             self._on_end.callback(ranks.close)
-        return build_trainer(recipe, model, device=device, ranks=ranks)
+        return build_trainer(recipe, model, device=device, ranks=ranks, places=order.placement.frozen)
 
     async def _build_engine(self, recipe: Recipe, model: str, sync: WeightSync, most_blocks: int) -> dict[str, Any]:
         order, placement = self._order, self._order.placement
@@ -206,6 +206,7 @@ class RoleWorker:
             folder=order.transport.handover(order.name),
             prefix=order.transport.prefix,
             most_blocks=most_blocks,
+            is_far=self._is_far,
         )
         opened = await engine_kind(recipe.engine).open(recipe, model, place, sync=sync, timeline=self._timeline)
         self._on_end.callback(opened.close)

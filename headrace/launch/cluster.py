@@ -17,12 +17,14 @@ import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headrace.launch.hosts import Hosts, JoinedProcess
-from headrace.launch.joined_trainer import JoinedTrainer
+from headrace.engine import engine_kind
+from headrace.launch.build import frozen_models
+from headrace.launch.hosts import Hosts
 from headrace.launch.local import LocalProcesses
-from headrace.launch.placement import Placement
-from headrace.launch.process import RoleFailed, RoleProcess
+from headrace.launch.placement import engines_here
+from headrace.launch.process import RoleFailed
 from headrace.launch.settings import read_token
+from headrace.launch.stop import StopRequest
 from headrace.model import ModelError
 from headrace.rpc import Listener, StreamClosed
 from headrace.settings import ConfigError
@@ -30,15 +32,15 @@ from headrace.sync import transport_class
 from headrace.tls import make_certificate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from headrace.config import Recipe
     from headrace.engine import RemoteEngine
     from headrace.launch.hosts import Host
+    from headrace.launch.process import Place, RoleProcess
     from headrace.rpc import Stream
     from headrace.sync import TransportConfig
-    from headrace.trainer import RemoteTrainer
 
 _LEAVE_SECONDS = 20.0
 """How long the engines of a host that leaves may finish what they generate."""
@@ -55,19 +57,15 @@ class ClusterProcesses(LocalProcesses):
         super().__init__(recipe, folder, trains=trains)
         self._certificate = make_certificate()
         self._transport = dataclasses.replace(self._transport, host=recipe.cluster.reached_at, certificate=self._certificate)
-        self._host_of: dict[str, Host] = {}
-        """By the name of each process that is on another host."""
-        self._devices: dict[str, str] = {}
-        """Likewise, on that host."""
         self._trainer_hosts: list[Host] = []
         self._has_trainer_news = asyncio.Event()
         """Such a host has come, or none will."""
         self._no_trainer: RoleFailed | None = None
+        self.stop = StopRequest()
+        """Ends the wait for such hosts at once: there is nothing to save."""
         self._posted: dict[str, str] = {}
         """What ranks on several hosts have told each other, to find each other."""
-        self._indices = itertools.count(recipe.engine.num_engines)
-        self._left: set[str] = set()
-        """Engines that leave, or have left, as they said they would."""
+        self._indices = itertools.count(engines_here(recipe))
 
     async def listen(self) -> None:
         await super().listen()
@@ -85,6 +83,8 @@ class ClusterProcesses(LocalProcesses):
             certificate=self._certificate,
             heartbeat=self._recipe.heartbeat,
             model=self._build["model"],
+            frozen=[path for path in frozen_models(self._recipe).values() if path],
+            gpus_each=engine_kind(self._recipe.engine).gpus_for_itself(self._recipe),
             takes_trainer=self._trains and self._recipe.trainer_joins,
             on_ready=lambda host: loop.call_soon_threadsafe(self._on_ready, host),
             on_leaving=self._on_leaving,
@@ -118,24 +118,22 @@ class ClusterProcesses(LocalProcesses):
             self._trainer_hosts.append(host)
             return self._has_trainer_news.set()
         for device in host.offer.devices:
-            index = next(self._indices)
-            name = self._name_of("engine", index)
-            self._restarts[index], self._host_of[name], self._devices[name] = self._restart_budget(), host, device
-            self._spawn(self._bring_in(self.start_process("engine", index)))
+            place = self.place("engine", next(self._indices), host=host, device=device)
+            self._spawn(self._bring_in(place, host))
 
-    async def _bring_in(self, process: RoleProcess) -> None:
+    async def _bring_in(self, place: Place, host: Host) -> None:
         """Start the engine of a host that joins. If it cannot be, the run goes on and the host is told why."""
-        host = self._host_of[process.name]
+        process = self.start_process(place)
         try:
             told = await self.start_engine(process)
         except (RoleFailed, ConfigError, ModelError) as error:
-            self._do_without(process, error)
+            self._do_without(place, host, error)
             self._say(f"{host.name} could not join: {error}")
         else:
             if not self.first_joined.done():
                 self.first_joined.set_result(told)
-            version = self.pool.versions.get(process.name, 0)
-            self._say(f"{process.name} joined on {host.name} ({process.placement.device}) at version {version}")
+            version = self.pool.versions.get(place.name, 0)
+            self._say(f"{place.name} joined on {host.name} ({process.placement.device}) at version {version}")
 
     def _on_leaving(self, host: Host) -> None:
         """In the hosts' thread."""
@@ -144,24 +142,22 @@ class ClusterProcesses(LocalProcesses):
     async def _let_go(self, host: Host) -> None:
         """Waits until the host's engines have nothing left to do; a trainer there is lost."""
         engines = [engine for engine in self.pool.engines if engine.name in host.processes]
-        self._left |= {engine.name for engine in engines}
+        for engine in engines:
+            self._places[engine.name].is_leaving = True
         await asyncio.gather(*(self.pool.drain(engine, seconds=_LEAVE_SECONDS) for engine in engines))
         host.dismiss()
 
-    def _do_without(self, process: RoleProcess, error: Exception) -> None:
+    def _do_without(self, place: Place, host: Host, error: Exception) -> None:
         """Give an engine up; a host that has no other is told why and leaves."""
-        host = self._host_of[process.name]
-        self._connected.get(process.name, process).give_up("could not be started")  # it may have been started again
-        self._forget(process)
+        assert place.newest is not None
+        place.newest.give_up("could not be started")
+        self._forget(place, host)
         if not host.processes:
             host.dismiss(str(error))
 
-    def _forget(self, process: RoleProcess) -> None:
-        self._restarts.pop(process.index, None)
-        host = self._host_of.pop(process.name)
-        host.processes.pop(process.name, None)
-        self._connected.pop(process.name, None)
-        self._newest.pop(process.name, None)
+    def _forget(self, place: Place, host: Host) -> None:
+        place.is_over = True
+        host.processes.pop(place.name, None)
 
     # A trainer on them
 
@@ -176,17 +172,16 @@ class ClusterProcesses(LocalProcesses):
             offered = f"hosts offer {len(places)} of the trainer's {count} ranks"
             self._say(f"waiting    {offered}")
             try:
-                await asyncio.wait_for(self._has_trainer_news.wait(), until - self._loop.time())
+                with self.stop.cancels(asyncio.current_task(), at=1):
+                    await asyncio.wait_for(self._has_trainer_news.wait(), until - self._loop.time())
             except TimeoutError as error:
                 how = "headrace join --role trainer, and the same command goes on from the newest checkpoint"
                 raise RoleFailed(f"{offered}, for {deadline:g} s (deadline): {how}") from error
         if self._no_trainer is not None:
             raise self._no_trainer
-        for rank, (host, device) in enumerate(places[:count]):
-            name = self._name_of("trainer", rank)
-            self._host_of[name], self._devices[name] = host, device
         self._posted = {}
-        self.trainers = self._start_trainers()
+        ranks = [self.place("trainer", rank, host=host, device=device) for rank, (host, device) in enumerate(places[:count])]
+        self.trainers = [self.start_process(rank) for rank in ranks]
         self._say("\n".join(f"{each.name} on {each.placement.host} ({each.placement.device})" for each in self.trainers))
 
     def _trainer_places(self) -> list[tuple[Host, str]]:
@@ -194,12 +189,6 @@ class ClusterProcesses(LocalProcesses):
         offers = [(host, host.offer) for host in self._trainer_hosts if host.offer is not None]
         offers.sort(key=lambda each: each[1].address)  # ranks of one host are neighbours; under Ray each joins by itself
         return [(host, device) for host, offer in offers for device in offer.devices]
-
-    def _make_trainer(self, ranks: Sequence[RoleProcess]) -> RemoteTrainer:
-        if not self._recipe.trainer_joins:
-            return super()._make_trainer(ranks)
-        hosts = [self._host_of[rank.name] for rank in ranks]
-        return JoinedTrainer(ranks, hosts=hosts, deadline=self._recipe.deadline)
 
     def _notices(self, process: RoleProcess) -> dict[str, Callable[[Any], None]]:
         return {"post": partial(self._pass_on, process)} if process.role == "trainer" else {}
@@ -222,77 +211,32 @@ class ClusterProcesses(LocalProcesses):
 
     # What differs for their processes
 
-    def start_process(self, role: str, index: int) -> RoleProcess:
-        name = self._name_of(role, index)
-        host = self._host_of.get(name)
-        if host is None:
-            return super().start_process(role, index)
-        offer, recipe = host.offer, self._recipe
-        assert offer is not None
-        self._incarnations[name] += 1
-        device = recipe.device if recipe.device == "cpu" else self._devices[name]
-        threads = recipe.engine.threads if role == "engine" else recipe.train.threads
-        placement = Placement(
-            host=offer.host,
-            address=offer.address,
-            device=device,
-            receives_on=device,
-            threads=threads or recipe.threads or offer.threads,
-            run_folder=offer.passing,
-            log=f"{offer.folder}/{name}.log",
-            shared_folder=offer.shared_folder,
-            model=offer.model,
-        )
-        incarnation = self._incarnations[name]
-        handle = JoinedProcess(name, host, incarnation=incarnation)
-        process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=incarnation)
-        self._started = [*(each for each in self._started if not each.ended.is_set()), process]
-        return process
-
     def _ends_for(self, process: RoleProcess) -> tuple[Listener, TransportConfig]:
-        if process.name not in self._host_of:
+        if process.host is None:
             return super()._ends_for(process)
-        place, route = process.placement, transport_class(self._transport.transport).between_hosts
-        there = dataclasses.replace(self._transport, transport=route, host=place.address, folder=place.shared_folder)
+        where, route = process.placement, transport_class(self._transport.transport).between_hosts
+        there = dataclasses.replace(self._transport, transport=route, host=where.address, folder=where.shared_folder)
         return self._far_listener, there
 
-    def _clock_ahead(self, process: RoleProcess) -> float:
-        host = self._host_of.get(process.name)
-        return super()._clock_ahead(process) if host is None else host.wall.seconds
-
-    def _take_report(self, process: RoleProcess, report: dict[str, Any]) -> None:
-        host = self._host_of.get(process.name)
-        if host is not None and (ahead := host.ticks.seconds):
-            report = {**report, "slices": [[start - ahead, stop - ahead, *more] for start, stop, *more in report["slices"]]}
-        super()._take_report(process, report)
-
-    async def _start_again(self, process: RoleProcess, error: RoleFailed) -> RoleProcess:
-        host = self._host_of.get(process.name)
-        if host is not None:
-            await process.ended.wait()  # it may hold its GPU's memory until then
-            if host.is_gone:
-                raise error
-        return await super()._start_again(process, error)
-
     async def _replace(self, process: RoleProcess, engine: RemoteEngine) -> None:
-        if process.name not in self._host_of:
+        place, host = process.place, process.host
+        if host is None:
             return await super()._replace(process, engine)
         await process.lost.wait()
-        host = self._host_of[process.name]
-        if process.name in self._left:
+        if place.is_leaving:
             process.verdict = process.verdict or "has left"
             self.pool.lose(engine)
             self._timelines["engine"].forget(process.name)
-            self._forget(process)
+            self._forget(place, host)
             self._say(f"{process.name} on {host.name} has left")
             return None
         try:
             await super()._replace(process, engine)
         except (ConfigError, ModelError) as error:  # on that host alone, perhaps: the others go on
-            self._given_up.append(process.name)
-            self._do_without(process, error)
+            self._give_up(place)
+            self._do_without(place, host, error)
             self._say(f"{process.name} on {host.name} is given up: {error}")
         else:
-            if process.index not in self._restarts:  # it is not back
-                self._do_without(process, RoleFailed(f"{process.name} is given up"))
+            if place.is_over:
+                self._do_without(place, host, RoleFailed(f"{process.name} is given up"))
         return None

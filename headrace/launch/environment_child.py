@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine import Increment
-from headrace.envs import REFUSALS, EnvironmentSettings, EpisodeClient, PromptEncoder, make_environment
+from headrace.envs import REFUSALS, Client, EnvironmentSettings, PromptEncoder, make_environment
 from headrace.helper_process import end_with_launcher
 from headrace.model import ModelSettings, load_tokenizer
 from headrace.records import Episode, FinishReason, Rollout, pack_episodes, pack_rollouts, unpack_rollouts
@@ -34,7 +34,7 @@ _NUMBERS = itertools.count()  # of generate calls
 
 
 @dataclass(eq=False, kw_only=True)
-class _ProcessClient(EpisodeClient):
+class _ProcessClient(Client):
     peer: Peer
     streams: dict[int, OnTokens]
     """By the numbers of their calls; of all clients of the process."""
@@ -85,7 +85,7 @@ class _Host:
         finally:
             del self._running[client.episode]
 
-    async def _run(self, task: dict[str, Plain], client: EpisodeClient) -> Episode:
+    async def _run(self, task: dict[str, Plain], client: Client) -> Episode:
         try:
             episode: object = await self._environment.run(task, client)
         except SystemExit as error:  # it would end the process, and other episodes with it

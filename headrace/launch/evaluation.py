@@ -14,7 +14,7 @@ from headrace.config import load_recipe, make_recipe
 from headrace.engine import engine_kind
 from headrace.envs import PromptEncoder
 from headrace.launch.build import check_engine
-from headrace.launch.folder import rescue_folder
+from headrace.launch.folder import saved_in
 from headrace.launch.forecast import longest_prompt, max_kv_blocks
 from headrace.launch.inline import Inline
 from headrace.launch.inputs import UserInputs, check_inputs, held_out_tasks, reward_functions
@@ -34,7 +34,6 @@ from headrace.run import (
     Evaluator,
     SftSettings,
     TaskScore,
-    checkpoints_in,
     differences,
     serving,
     task_id,
@@ -133,7 +132,7 @@ def find_model(model: str) -> tuple[str, int | None, Path | None]:
     folder = Path(model)
     run = folder if (folder / "resolved.toml").is_file() else None
     if run is not None:
-        saved = checkpoints_in(run / "checkpoints", rescue_folder(run))
+        saved = saved_in(run)
         if not saved and (run / "model").is_dir():  # SFT alone
             return str(run / "model"), 0, run / "resolved.toml"
         if not saved:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import itertools
@@ -19,6 +18,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from headrace.config import parse_recipe
 from headrace.launch.inputs import ROWS
+from headrace.launch.model_cache import cache_folder
+from headrace.leftovers import FOLDER_LOCK
+from headrace.run import checkpoints_in
 from headrace.settings import ConfigError, flatten, identity, to_dict, to_toml
 from headrace.trainer import learning_rate
 
@@ -31,48 +33,25 @@ SUMMARY = "summary.json"
 INPUTS = "inputs.json"
 _MAX_LOG = 100_000_000
 """Bytes of a launcher.log: a line for each episode that fails can be many in a week."""
-_MAY_NOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-def cache_folder() -> Path:
-    """Where warmed-up models and rescued checkpoints are kept."""
-    if chosen := os.environ.get("HEADRACE_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 class FolderLock:
-    """Exclusive for the process that writes a folder, shared for readers. The OS releases it when the process ends."""
+    """Of the process that writes a folder. The OS releases it when the process ends."""
 
-    def __init__(self, folder: Path, *, is_shared: bool = False) -> None:
-        self._path = folder / ".lock"
-        self._kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FOLDER_LOCK
         self._file: IO[str] | None = None
 
-    def acquire(self, *, create: bool = True) -> bool:
-        """False if another process holds it or, without `create`, if there is no such folder. A read-only folder is shared
-        through its lock file opened for reading, or without a lock if it has no such file."""
-        if create:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = self._path.open("a")
-        except OSError as error:
-            if create:
-                raise
-            if self._kind != fcntl.LOCK_SH or error.errno not in _MAY_NOT_WRITE:
-                return False
-            try:
-                file = self._path.open()
-            except FileNotFoundError:
-                return self._path.parent.is_dir()
-        try:
-            fcntl.flock(file, self._kind | fcntl.LOCK_NB)
+    def acquire(self) -> bool:
+        """False if another process holds it, or moves the folder just now."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._path.open("a")
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
                 self._file = file
                 return True
-        except OSError:
-            pass
-        file.close()  # held by another process, or removed since it was opened
+        file.close()
         return False
 
     def release(self) -> None:
@@ -84,7 +63,7 @@ class FolderLock:
 def is_in_use(folder: Path) -> bool:
     """Whether a live process writes to this folder."""
     lock = FolderLock(folder)
-    is_free = not (folder / ".lock").exists() or lock.acquire()
+    is_free = not (folder / FOLDER_LOCK).exists() or lock.acquire()
     lock.release()
     return not is_free
 
@@ -259,6 +238,11 @@ def rescue_folder(folder: Path) -> Path:
     """Where a run's checkpoints go if its own folder cannot take them."""
     place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
     return cache_folder() / "rescue" / f"{folder.name}-{place}"
+
+
+def saved_in(folder: Path) -> list[Path]:
+    """A run's checkpoints, oldest first."""
+    return checkpoints_in(folder / "checkpoints", rescue_folder(folder))
 
 
 def prepare_folder(folder: Path, recipe: Recipe, *, recipe_text: str, inputs: dict[str, list[str]]) -> None:

@@ -15,9 +15,9 @@ from headrace.engine import adapter_places, blocks_for, engine_kind, free_memory
 from headrace.launch.placement import (
     choose_device,
     choose_transport,
+    device_of,
     engines_here,
     lends,
-    place_of,
     ranks_here,
     receiving_device,
 )
@@ -87,7 +87,7 @@ class Forecast:
         others = torch.cuda.device_count() - ranks if choose_device(self.recipe) == "cuda" else 0
         if others < 1:
             return self.together
-        count, first = engines_here(self.recipe), place_of(self.recipe, "trainer")
+        count, first = engines_here(self.recipe), device_of(self.recipe, "trainer")
         beside = sum(receiving_device(self.recipe, index) == first for index in range(count)) if ranks else 0
         engines = math.ceil(count / others) * (self.server + (0 if beside else self.engine.total))
         training, waiting = self.trainer.total + self._spare(trains=True), self.trainer.resident + self._spare(trains=False)
@@ -134,7 +134,7 @@ def forecast_memory(
         recipe,
         shape,
         context=context,
-        free=free_memory(torch.device(place_of(recipe, "engine"))),
+        free=free_memory(torch.device(device_of(recipe, "engine"))),
         most_blocks=most_blocks,
         on_gpu=on_gpu,
         total=torch.cuda.mem_get_info()[1] if on_gpu else 0,

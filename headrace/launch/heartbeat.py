@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable
 
     from headrace.launch.process import ProcessHandle
 
@@ -25,13 +25,13 @@ _GRACE_SECONDS = 2.0
 """Extra time to read heartbeats that arrived while this process was itself blocked."""
 
 
-def send_heartbeats(handles: Mapping[str, ProcessHandle], heartbeat: float) -> Callable[[], None]:
-    """Start the launcher's thread, which sends to all processes in `handles` at the time; return a function that ends it."""
+def send_heartbeats(handles: Callable[[], Iterable[ProcessHandle]], heartbeat: float) -> Callable[[], None]:
+    """Start the launcher's thread, which sends to the processes that there are each time; return a function that ends it."""
     has_ended = threading.Event()
 
     def send() -> None:
         while not has_ended.wait(min(_INTERVAL_SECONDS, heartbeat / 4)):
-            for handle in list(handles.values()):
+            for handle in handles():
                 handle.beat()
 
     threading.Thread(target=send, name="heartbeats", daemon=True).start()

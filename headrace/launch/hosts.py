@@ -26,7 +26,7 @@ from headrace.rpc import Listener, Peer, RemoteError, StreamClosed
 from headrace.settings import ConfigError, build
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from headrace.launch.placement import Order
     from headrace.launch.settings import ClusterSettings
@@ -65,6 +65,8 @@ class HostOffer:
     shared_folder: str = ""
     model: str = ""
     """Where it has the model."""
+    frozen: dict[str, str] = field(default_factory=dict)
+    """Where it has folders of the trainer's frozen models, by their paths at the launcher."""
     label: str = ""
     """What whoever started it calls it."""
 
@@ -81,11 +83,14 @@ class Host:
     is_gone: bool = False
     processes: dict[str, JoinedProcess] = field(default_factory=dict)
     served: dict[str, tuple[Path, dict[str, list[int]]]] = field(default_factory=dict)
-    """Folders that it may read, and their files: the model's, named "", and a checkpoint that its trainer loads."""
+    """Folders that it may read, and their files: the model's, named "", those of frozen models, and a checkpoint that its
+    trainer loads."""
     ticks: ClockOffset = field(default_factory=ClockOffset)
     """Of `time.perf_counter` there, which timelines are in."""
     wall: ClockOffset = field(default_factory=ClockOffset)
     """Of `time.time` there."""
+    _num_read: int = 0
+    """Pieces of files that it has asked for."""
 
     @property
     def name(self) -> str:
@@ -111,35 +116,49 @@ class Host:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(close)
 
-    def fetch(self, place: str, files: Mapping[str, list[int]], folder: Path) -> None:
-        """Copy files from a folder there; blocks. Raises `StreamClosed` if the host is gone."""
+    # These block. Raise `StreamClosed` if the host is gone, and `TimeoutError` if nothing moves for `deadline` seconds.
+
+    def fetch(self, place: str, files: Mapping[str, list[int]], folder: Path, *, deadline: float) -> None:
+        """Copy files from a folder there."""
 
         def read(name: str, start: int) -> Array:
-            piece: Array = self._ask("read", place=place, name=name, start=start)
+            piece: Array = self._ask("read", deadline, place=place, name=name, start=start)
             return piece
 
         fetch_files(files, folder, read=read)
 
-    def deliver(self, folder: Path, place: str) -> None:
-        """Copy a checkpoint to a folder there, but for what only the launcher needs; blocks."""
+    def deliver(self, folder: Path, place: str, copy: str, *, deadline: float) -> None:
+        """Copy a checkpoint to a folder there, but for what only the launcher needs. `copy`: another such folder, or ""."""
         files = list_files(str(folder), has_trainer=True)
         self.served[place] = folder, files
         try:
-            self._ask("fetch", place=place, files=files)
+            self._ask("fetch", deadline, place=place, files=files, copy=copy)
         finally:
             del self.served[place]
 
-    def remove(self, place: str) -> None:
-        """Remove a folder there; blocks."""
-        self._ask("remove", place=place)
+    def remove(self, place: str, *, deadline: float) -> None:
+        """Remove a folder there."""
+        self._ask("remove", deadline, place=place)
 
-    def _ask(self, call: str, **arguments: Any) -> Any:  # noqa: ANN401
+    def _ask(self, call: str, deadline: float, **arguments: Any) -> Any:  # noqa: ANN401
         if self.is_gone:  # nobody would run the call
             raise StreamClosed(f"{self.name} is gone")
-        return asyncio.run_coroutine_threadsafe(self.peer.call(call, **arguments), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(self._answer(call, deadline, arguments), self.loop).result()
+
+    async def _answer(self, call: str, deadline: float, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Waits as long as the host reads: a checkpoint that is large takes long."""
+        answer = self.peer.begin(call, **arguments)
+        while not answer.done():
+            num_read = self._num_read
+            await asyncio.wait({answer}, timeout=deadline)
+            if not answer.done() and self._num_read == num_read:
+                answer.cancel()
+                raise TimeoutError(f"{self.name} neither answers {call!r} nor reads for {deadline:g} s (deadline)")
+        return answer.result()
 
     async def read(self, name: str, start: int, place: str = "") -> Array:
         """Answers the host: a piece of a file that it may read."""
+        self._num_read += 1
         folder, files = self.served.get(place, (Path(), {}))
         if name not in files:
             raise LookupError(f"{name!r} is no file of the model, nor of a checkpoint for this host")
@@ -226,14 +245,19 @@ class Hosts:
         certificate: str,
         heartbeat: float,
         model: str,
+        frozen: Sequence[str] = (),
+        gpus_each: int = 0,
         takes_trainer: bool = False,
         on_ready: Callable[[Host], object],
         on_leaving: Callable[[Host], None],
         say: Callable[[str], object],
     ) -> None:
+        """`frozen`: models besides, which a trainer's hosts need too."""
         self._settings, self._token, self._certificate, self._heartbeat = settings, token, certificate, heartbeat
         self._on_ready, self._on_leaving, self._say = on_ready, on_leaving, say
         self._model, self._files, self._takes_trainer = model, list_files(model), takes_trainer
+        self._frozen = {path: files for path in frozen if (files := list_files(path))}  # not those of the hub
+        self._gpus_each = gpus_each  # of an engine (`EngineKind.gpus_for_itself`)
         self._num_joined = 0
         self._hosts: set[Host] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -281,7 +305,8 @@ class Hosts:
     def _admit(self, stream: Stream) -> None:
         self._num_joined += 1
         host = Host(self._num_joined, Peer(stream, max_bytes=_MAX_BYTES), self._loop)
-        host.served[""] = Path(self._model), self._files
+        host.served |= {"": (Path(self._model), self._files)}
+        host.served |= {path: (Path(path), files) for path, files in self._frozen.items()}
         host.peer.calls |= {"join": self._join, "read": host.read, "ready": lambda **told: self._ready(host, told)}
         host.peer.notices |= {
             "started": host.on_started,
@@ -297,7 +322,7 @@ class Hosts:
     async def _listen_to(self, host: Host) -> None:
         try:
             await host.peer.run()
-        except (StreamClosed, ValueError, LookupError, TypeError) as error:  # it is gone, or sends what cannot be read
+        except (StreamClosed, ValueError) as error:  # it is gone, or sends what cannot be read
             log.info("%s: %s", host.name, error)
         finally:
             host.peer.stream.close()
@@ -323,13 +348,16 @@ class Hosts:
                 await asyncio.sleep(min(_PING_SECONDS, self._heartbeat / 4))
 
     async def _join(self, version: str, schema: int, role: str = "engine") -> dict[str, Any]:
-        """The first call of a host; the answer names the model and its files."""
+        """The first call of a host; the answer names the models and their files."""
         if (version, schema) != (__version__, frames.SCHEMA):
             ours = f"{__version__} (wire schema {frames.SCHEMA})"
             raise ConfigError(f"this host has headrace {version} (wire schema {schema}), and the run has {ours}; install that")
         if role == "trainer" and not self._takes_trainer:
             raise ConfigError("the run trains on the launcher's host; set cluster.trainer_joins = true in its recipe")
-        return {"model": self._model, "files": self._files, "heartbeat": self._heartbeat}
+        frozen = self._frozen if role == "trainer" else {}
+        gpus_each = self._gpus_each if role == "engine" else 0
+        told = {"model": self._model, "files": self._files, "frozen": frozen, "gpus_each": gpus_each}
+        return {**told, "heartbeat": self._heartbeat}
 
     async def _ready(self, host: Host, told: dict[str, Any]) -> None:
         host.offer = build(HostOffer, told)

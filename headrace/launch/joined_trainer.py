@@ -11,7 +11,7 @@ from headrace.rpc import RemoteError, StreamClosed
 from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from headrace.durable import Fingerprints
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 class JoinedTrainer(RemoteTrainer):
     """Each rank writes its files into a folder of its host, and the launcher fetches them. To load a checkpoint, each host gets
-    all of it. Both copies are then removed from the host."""
+    all of it, once. Both copies are then removed from the host."""
 
-    def __init__(self, ranks: Sequence[RoleProcess], *, hosts: Sequence[Host], deadline: float) -> None:
-        super().__init__(ranks, deadline=deadline)
-        self._hosts = tuple(hosts)  # of each rank
+    @property
+    def _hosts(self) -> list[tuple[RoleProcess, Host]]:
+        return [(rank, rank.host) for rank in self._ranks if rank.host is not None]
 
     def _folder_of(self, rank: RoleProcess, folder: Path) -> str:
         return f"{rank.placement.run_folder}/{folder.name.strip('.')}-{self._ranks[0].incarnation}"  # ranks start together
@@ -33,24 +33,32 @@ class JoinedTrainer(RemoteTrainer):
     async def _saved(self, folder: Path, answers: Sequence[asyncio.Future[Any]]) -> Fingerprints:
         try:
             saved: list[Fingerprints] = await self._collect("save", self._ranks, answers)
-            for rank, host, files in zip(self._ranks, self._hosts, saved, strict=True):
-                await self._across("save", rank, asyncio.to_thread(_fetch, host, self._folder_of(rank, folder), files, folder))
+            for (rank, host), files in zip(self._hosts, saved, strict=True):
+                await self._across("save", rank, host, _fetch, host, self._folder_of(rank, folder), files, folder)
         finally:
             await self._remove(folder)
         return {name: found for files in saved for name, found in files.items()}
 
     async def load(self, folder: Path) -> None:
-        first = {host: rank for rank, host in reversed(list(zip(self._ranks, self._hosts, strict=True)))}
+        first = {host: rank for rank, host in reversed(self._hosts)}
+        copies: dict[str, str] = {}  # by the host's name: under Ray each rank of a node is a host of its own here
         try:
             for host, rank in first.items():
-                await self._across("load", rank, asyncio.to_thread(host.deliver, folder, self._folder_of(rank, folder)))
+                place = self._folder_of(rank, folder)
+                await self._across("load", rank, host, host.deliver, folder, place, copies.setdefault(host.name, ""))
+                copies[host.name] = place
             await super().load(folder)
         finally:
             await self._remove(folder)
 
-    async def _across(self, name: str, rank: RoleProcess, copying: Awaitable[None]) -> None:
+    async def _across(self, name: str, rank: RoleProcess, host: Host, copy: Callable[..., None], *arguments: object) -> None:
+        """Copy in a thread. A host that stops reading or writing is let go: the trainer starts again without it."""
         try:
-            await copying
+            await asyncio.to_thread(copy, *arguments, deadline=self._deadline)
+        except TimeoutError as error:
+            rank.give_up(f"cannot {name} a checkpoint: {error}")
+            host.dismiss(str(error))
+            raise await rank.explain() from error
         except StreamClosed as error:
             raise await rank.explain() from error
         except RemoteError as error:
@@ -58,14 +66,14 @@ class JoinedTrainer(RemoteTrainer):
 
     async def _remove(self, folder: Path) -> None:
         """Waits for it: the next to be saved may have the same name."""
-        for rank, host in zip(self._ranks, self._hosts, strict=True):
-            with contextlib.suppress(StreamClosed):
-                await asyncio.to_thread(host.remove, self._folder_of(rank, folder))
+        for rank, host in self._hosts:
+            with contextlib.suppress(StreamClosed, TimeoutError):  # one that hangs is found out by the next that is saved
+                await asyncio.to_thread(host.remove, self._folder_of(rank, folder), deadline=self._deadline)
 
 
-def _fetch(host: Host, place: str, files: Fingerprints, folder: Path) -> None:
+def _fetch(host: Host, place: str, files: Fingerprints, folder: Path, *, deadline: float) -> None:
     """Copy a rank's files into a folder here, and check that they are what it wrote."""
-    host.fetch(place, files, folder)
+    host.fetch(place, files, folder, deadline=deadline)
     for name, expected in files.items():
         if fingerprint(folder / name) != expected:
             raise OSError(f"{name} has changed on its way from {host.name}")

@@ -17,16 +17,16 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from headrace import __version__
-from headrace.launch.folder import cache_folder
 from headrace.launch.heartbeat import SILENT_HEARTBEATS
 from headrace.launch.hosts import HostOffer
 from headrace.launch.model_files import fetch_files, fetch_model, read_piece
 from headrace.launch.placement import Order, pick_device
 from headrace.launch.process import ChildProcess
 from headrace.launch.stop import StopRequest
+from headrace.leftovers import Claim, new_prefix, sweep
 from headrace.records import frames
 from headrace.rpc import Peer, RemoteError, StreamClosed, connect
 from headrace.settings import ConfigError
@@ -59,7 +59,8 @@ class JoinOptions:
     address: str = ""
     """Empty: the one from which this host reaches the launcher."""
     folder: Path | None = None
-    """For logs, and a trainer's checkpoints on their way; None makes a temporary one."""
+    """For logs, and a trainer's checkpoints on their way; None makes one that is removed at the end, or by the next run on this
+    host if a process failed."""
     wait: float = 600.0
     """Seconds to wait for a launcher that does not listen, at first or again."""
     label: str = ""
@@ -74,13 +75,15 @@ def join(options: JoinOptions) -> int:
     return asyncio.run(_Joiner(options).run())
 
 
-def device_names(wanted: str, engines: int) -> tuple[str, ...]:
-    """Each engine has a GPU of its own while there are enough."""
+def device_names(wanted: str, engines: int, *, gpus_each: int = 0) -> tuple[str, ...]:
+    """Each engine has a GPU of its own while there are enough. If it needs so many for itself, the first of them is named."""
     import torch
 
     device = pick_device(wanted)
     count = torch.cuda.device_count() if device == "cuda" else 0
-    return tuple(f"cuda:{index % count}" if count > 1 else device for index in range(engines))
+    if 0 < count < engines * gpus_each:
+        raise ConfigError(f"--engines {engines}: each needs {gpus_each} GPUs for itself here, and there are {count}")
+    return tuple(f"cuda:{index * max(gpus_each, 1) % count}" if count > 1 else device for index in range(engines))
 
 
 class _Joiner:
@@ -93,13 +96,22 @@ class _Joiner:
         """Times in a row that the launcher closed during the greeting."""
         self._is_over = False
         """The run has ended, or this host has left it."""
-        self._folder = Path(options.folder or tempfile.mkdtemp(prefix="headrace-join-")).absolute()
-        self._passing = ""
-        """Of the launcher that this host is with: for a trainer's checkpoints on their way."""
+        self._has_failed = False
+        """A process has, and its log says why."""
+        self._prefix = new_prefix()
+        self._place = Path(options.folder or tempfile.gettempdir()).absolute()
+        self._logs = self._place if options.folder else self._place / f"{self._prefix}-logs"
+        self._claim: Claim | None = None
+        """Of what is in `_place` while the host is here."""
+        self._in_use: list[IO[str] | None] = []
+        """Locks of the models in the cache."""
+        self._on_parting = contextlib.ExitStack()
+        """Removes what this host holds for the launcher that it is with."""
 
     async def run(self) -> int:
         stop, is_stopped = StopRequest(), asyncio.Event()
-        with stop.heard_by(is_stopped.set):
+        with stop.heard_by(is_stopped.set), contextlib.ExitStack() as on_end:
+            on_end.callback(self._clean_up)
             heard_at = time.monotonic()
             while not self._is_over:
                 peer = await self._connect()
@@ -173,11 +185,12 @@ class _Joiner:
                 task.cancel()
             await asyncio.wait({reading})
             peer.stream.close()
-            for process in self._processes.values():
-                process.kill()
-            await asyncio.to_thread(lambda: [process.wait() for process in list(self._processes.values())])
+            processes = list(self._processes.values())
             self._processes.clear()
-            await self._remove(self._passing)
+            for process in processes:
+                process.kill()
+            await asyncio.to_thread(lambda: [process.wait() for process in processes])
+            await asyncio.to_thread(self._on_parting.close)
         failure = None if reading.cancelled() else reading.exception()
         if failure is not None and not isinstance(failure, StreamClosed):  # it would be the same again
             raise failure
@@ -192,24 +205,49 @@ class _Joiner:
 
     async def _introduce(self, peer: Peer, told: dict[str, Any]) -> None:
         options = self._options
-        fetching = asyncio.to_thread(fetch_model, told["model"], told["files"], cache=cache_folder(), read=self._reader())
-        self._model = await fetching
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._passing = tempfile.mkdtemp(prefix="checkpoints-", dir=self._folder)
+        devices = await asyncio.to_thread(device_names, options.device, options.engines, gpus_each=told["gpus_each"])
+        model, lock = await asyncio.to_thread(fetch_model, told["model"], told["files"], read=self._reader())
+        self._in_use, frozen = [lock], dict[str, str]()
+        for path, files in told["frozen"].items():
+            frozen[path], lock = await asyncio.to_thread(fetch_model, path, files, read=self._reader(path))
+            self._in_use.append(lock)
+        self._place.mkdir(parents=True, exist_ok=True)
+        if self._claim is None:
+            await asyncio.to_thread(sweep, self._place)
+            self._claim = Claim(self._place, self._prefix)
+        self._logs.mkdir(mode=0o700, exist_ok=True)
+        passing = tempfile.mkdtemp(prefix=f"{self._prefix}-checkpoints-", dir=self._place)
+        self._on_parting.callback(shutil.rmtree, passing, ignore_errors=True)
+        shared = await asyncio.to_thread(self._share)
         offer = HostOffer(
             host=platform.node(),
             role=options.role,
             label=options.label,
             address=options.address or peer.stream.own_host,
-            devices=await asyncio.to_thread(device_names, options.device, options.engines),
+            devices=devices,
             threads=options.threads or max(1, (os.cpu_count() or 1) // options.engines),
-            folder=str(self._folder),
-            passing=self._passing,
-            shared_folder=str(shared_folder()),
-            model=self._model.path,
+            folder=str(self._logs),
+            passing=passing,
+            shared_folder=str(shared),
+            model=model,
+            frozen=frozen,
         )
         await peer.call("ready", **{**asdict(offer), "devices": list(offer.devices)})
-        print(f"joined {options.url} with {', '.join(offer.devices)}; logs in {self._folder}", flush=True)
+        print(f"joined {options.url} with {', '.join(offer.devices)}; logs in {self._logs}", flush=True)
+
+    def _clean_up(self) -> None:
+        if self._claim is not None:
+            self._claim.release(leaves_files=self._has_failed and self._options.folder is None)  # else logs stay anyway
+
+    def _share(self) -> Path:
+        """Make a folder in shared memory for this host's engines alone: the launcher, or others that join, may be on this
+        machine too. What killed ones have left is removed."""
+        place, prefix = shared_folder(), new_prefix()
+        sweep(place)
+        self._on_parting.callback(Claim(place, prefix).release)
+        shared = place / f"{prefix}-joined"
+        shared.mkdir(mode=0o700)
+        return shared
 
     def _reader(self, place: str = "") -> Callable[[str, int], Array]:
         """Of files that the launcher has; blocks."""
@@ -231,9 +269,10 @@ class _Joiner:
         """A piece of a file that a trainer's rank has saved."""
         return await asyncio.to_thread(read_piece, Path(place) / name, start)
 
-    async def _fetch(self, place: str, files: dict[str, list[int]]) -> None:
+    async def _fetch(self, place: str, files: dict[str, list[int]], copy: str) -> None:
         """Get the files of a checkpoint that a trainer's rank is to load."""
-        await asyncio.to_thread(fetch_files, files, Path(place), read=self._reader(place))
+        where = Path(copy) if copy else None
+        await asyncio.to_thread(fetch_files, files, Path(place), read=self._reader(place), copy=where)
 
     async def _remove(self, place: str) -> None:
         await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
@@ -256,7 +295,8 @@ class _Joiner:
         status = process.wait()
 
         def report() -> None:
-            self._processes.pop((order.name, order.incarnation), None)
+            if self._processes.pop((order.name, order.incarnation), None) is not None and status:
+                self._has_failed = True
             with contextlib.suppress(StreamClosed):
                 peer.notify("ended", {"name": order.name, "incarnation": order.incarnation, "status": status})
 

@@ -21,7 +21,16 @@ from headrace.envs import PromptEncoder, can_resume
 from headrace.imports import import_name
 from headrace.launch.build import preflight
 from headrace.launch.cluster import ClusterProcesses
-from headrace.launch.folder import find_folder, locked, logged, prepare_folder, rescue_folder, set_aside, write_summary
+from headrace.launch.folder import (
+    find_folder,
+    locked,
+    logged,
+    prepare_folder,
+    rescue_folder,
+    saved_in,
+    set_aside,
+    write_summary,
+)
 from headrace.launch.forecast import NUM_CHECKED_PROMPTS, forecast_memory, longest_prompt
 from headrace.launch.inline import Inline
 from headrace.launch.inputs import UserInputs, fingerprint_inputs, held_out_tasks, open_tasks
@@ -35,7 +44,7 @@ from headrace.launch.stop import SIGNAL_SECONDS, StopRequest, sigterm_as_interru
 from headrace.lora import KEPT_BASE
 from headrace.model import ModelShape, config_limit, load_config, load_tokenizer
 from headrace.observe import Observer, final_report, open_screen
-from headrace.run import CallbackError, Callbacks, CheckpointStore, Session, changes_in, checkpoints_in, replay, summarize
+from headrace.run import CallbackError, Callbacks, CheckpointStore, Session, changes_in, replay, summarize
 from headrace.settings import ConfigError, to_dict
 from headrace.sync import Lineage
 from headrace.user_code import then_end_tasks
@@ -116,7 +125,10 @@ def outside_event_loop(call: Callable[[], T], stop: StopRequest) -> T:
         future = thread.submit(call)
         while not future.done():
             wait([future], timeout=SIGNAL_SECONDS)
-        return future.result()
+        try:
+            return future.result()
+        except asyncio.CancelledError as error:  # which only a stop request does
+            raise KeyboardInterrupt from error
 
 
 class Launcher:
@@ -142,6 +154,8 @@ class Launcher:
         with contextlib.closing(self.callbacks), locked(self.folder), logged(self.folder), sigterm_as_interrupt():
             prepare_folder(self.folder, recipe, recipe_text=how.recipe_text, inputs=inputs)
             with orchestration_of(recipe)(recipe, self.folder) as orchestration:
+                if isinstance(orchestration, ClusterProcesses):
+                    orchestration.stop = how.stop
                 self.screen.say("\n".join([f"run        {self.folder}", *notes]))
                 self.seconds["setup"] = time.perf_counter() - self.started
                 with model_folder(recipe, self.given, say=self.screen.say, stop=how.stop, keep=self._kept_base()) as path:
@@ -167,7 +181,7 @@ class Launcher:
             shutil.rmtree(rescue_folder(self.folder), ignore_errors=True)  # of a run that was removed from here
         if found is not None:
             self.identity = found.summary.get("config_hash", recipe.hash)
-            saved = checkpoints_in(self.folder / "checkpoints", rescue_folder(self.folder))
+            saved = saved_in(self.folder)
             version = int(saved[-1].name.removeprefix("step-")) if saved else 0
             now = replay(recipe, changes_in(saved[-1])) if saved else recipe
             notes += found.check(now, version=version, resume_anyway=how.resume_anyway)
@@ -178,7 +192,7 @@ class Launcher:
         if not self.recipe.lora.is_on or not self.recipe.steps:
             return None
         base = self.folder / KEPT_BASE
-        if not checkpoints_in(self.folder / "checkpoints", rescue_folder(self.folder)):
+        if not saved_in(self.folder):
             shutil.rmtree(base, ignore_errors=True)
         return base
 
@@ -364,7 +378,7 @@ class Launcher:
                 write_summary(self.folder, summary)
             session.observer.close()
             if journal := session.policy.buffer.journal:
-                await asyncio.to_thread(journal.close, is_over=status == "finished")
+                await asyncio.to_thread(journal.end, is_over=status == "finished")
         return summary
 
     async def _end_after_failure(self, session: Session) -> None:

@@ -12,8 +12,7 @@ import math
 import os
 import secrets
 import sys
-import time
-from collections import Counter
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,11 +22,24 @@ from headrace.errors import SyncError
 from headrace.launch.build import make_roles
 from headrace.launch.forecast import count_parameters
 from headrace.launch.heartbeat import SILENT_HEARTBEATS, send_heartbeats
+from headrace.launch.hosts import JoinedProcess
+from headrace.launch.joined_trainer import JoinedTrainer
 from headrace.launch.lent_engine import LentEngine
-from headrace.launch.placement import LENT, Order, choose_transport, lends, place_on_this_host
-from headrace.launch.process import PING_GRACE_SECONDS, ChildProcess, RestartBudget, RoleFailed, RoleProcess
+from headrace.launch.placement import (
+    LENT,
+    Order,
+    choose_device,
+    choose_transport,
+    engines_here,
+    lends,
+    place_on_joined_host,
+    place_on_this_host,
+    versions_for_servers,
+)
+from headrace.launch.process import ChildProcess, Place, RestartBudget, RoleFailed, RoleProcess
 from headrace.launch.trainer_source import TrainerSource
-from headrace.leftovers import Claim, sweep
+from headrace.launch.watched import WatchedProcesses
+from headrace.leftovers import Claim, new_prefix, sweep
 from headrace.model import adapter_shapes, bytes_per_number
 from headrace.rpc import Listener, RemoteError, StreamClosed, socket_place
 from headrace.score import RewardWorkers
@@ -36,12 +48,14 @@ from headrace.sync import TransportConfig, shared_folder, transport_class
 from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from headrace.config import Recipe
+    from headrace.launch.hosts import Host
     from headrace.launch.inputs import UserInputs
+    from headrace.launch.placement import Placement
     from headrace.launch.process import ProcessHandle
-    from headrace.observe import MirroredTimeline, Observer
+    from headrace.observe import Observer
     from headrace.rpc import Stream
     from headrace.run import Roles
     from headrace.sync import Lineage
@@ -51,14 +65,13 @@ _GOODBYE_SECONDS = 2.0
 """Processes that have not ended by themselves by then (most take hundredths of a second) are killed."""
 _KILLED_SECONDS = 6.0
 """How long ranks of a lost trainer may take to end: they hold memory that the next ones need. A host reports it within 5."""
-_PING_SECONDS = 1.0
 _RESTART_WINDOW = 3600.0
 """Seconds after which a restart of an engine no longer counts."""
 _SWITCH_SECONDS = 0.001
 """Thread switch interval: how long a computing reward may block the event loop; Python's default is 0.005."""
 
 
-class LocalProcesses:
+class LocalProcesses(WatchedProcesses):
     """A context manager. Entering starts the processes, which import while the launcher prepares, and removes leftovers of
     killed runs on this host; `roles` connects the processes; leaving removes all processes, sockets and shared memory."""
 
@@ -68,8 +81,9 @@ class LocalProcesses:
 
     def __init__(self, recipe: Recipe, folder: Path, *, trains: bool = True) -> None:
         """Without a trainer unless it `trains`."""
+        super().__init__(heartbeat=recipe.heartbeat)
         self._recipe, self._folder, self._trains = recipe, folder, trains
-        self.prefix = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
+        self.prefix = new_prefix()
         self._shared_folder = shared_folder(recipe.sync.folder)
         self._transport = TransportConfig(
             transport=choose_transport(recipe),
@@ -79,31 +93,20 @@ class LocalProcesses:
             token=secrets.token_hex(32),
             deadline=recipe.sync.deadline,
         )
-        self._places = dict.fromkeys((self._shared_folder, socket_place()))
+        self._common_folders = dict.fromkeys((self._shared_folder, socket_place()))
         """Folders in which the run makes shared memory and sockets."""
-        self._incarnations: Counter[str] = Counter()
-        self._started: list[RoleProcess] = []
-        self._newest: dict[str, ProcessHandle] = {}
-        """Of each name, the incarnation that is sent heartbeats."""
+        self._places: dict[str, Place] = {}
+        """By name: all engines and ranks there were."""
         self._on_exit = contextlib.ExitStack()
         self.pool = EnginePool()
-        self._connected: dict[str, RoleProcess] = {}
         self._relays: dict[str, str] = {}
         """Engine name -> the address at which it relays weights, or ""."""
-        self._num_local = recipe.engine.num_engines
-        """Engines on this host."""
-        self._restarts = {index: self._restart_budget() for index in range(self._num_local)}
-        """By the engine's index."""
-        self._lent_restarts = self._restart_budget()
-        """Of the engine on the trainer's device."""
+        budget = partial(RestartBudget, "engine.restarts", recipe.engine.restarts, window=_RESTART_WINDOW)
+        self._restarts = defaultdict[str, RestartBudget](budget)
+        """Of each engine."""
         self._lender = LentEngine(self.pool, LENT_NAME) if trains and lends(recipe) else None
         self._given_up: list[str] = []
         """Engines whose restarts are spent."""
-        self._engine_peak = 0
-        """Peak memory in bytes reported by any engine, lost ones included."""
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._failure: BaseException | None = None
-        self._has_failed = asyncio.Event()
         self._build: dict[str, Any] = {}
         """Arguments of each process's `build` call."""
         self._stop_ids: list[int] = []
@@ -111,19 +114,14 @@ class LocalProcesses:
         """One for each rank."""
         self._lost_trainer: RoleProcess | None = None
         """The first of them that was lost: the others follow it."""
-        self._timelines: dict[str, MirroredTimeline] = {}
         self._say: Callable[[str], None] = print
 
-    def _restart_budget(self) -> RestartBudget:
-        return RestartBudget("engine.restarts", self._recipe.engine.restarts, window=_RESTART_WINDOW)
-
     def __enter__(self) -> Self:
-        for place in self._places:
+        for place in self._common_folders:
             sweep(place)
         try:
-            self.engines = [self.start_process("engine", index) for index in range(self._num_local)]
-            if self._lender is not None:
-                self.engines.append(self.start_process("engine", LENT))
+            indices = [*range(engines_here(self._recipe)), *([] if self._lender is None else [LENT])]
+            self.engines = [self.start_process(self.place("engine", index)) for index in indices]
             if self._trains and not self._recipe.trainer_joins:
                 self.trainers = self._start_trainers()
         except BaseException:
@@ -143,30 +141,40 @@ class LocalProcesses:
 
     # Start
 
-    def start_process(self, role: str, index: int) -> RoleProcess:
-        """Called at the start, and again to restart a lost process: a new incarnation."""
-        name = self._name_of(role, index)
-        self._incarnations[name] += 1
-        placement = place_on_this_host(
-            self._recipe, role, index, name=name, run_folder=self._folder, shared_folder=self._shared_folder
-        )
-        handle, incarnation = ChildProcess(name, placement), self._incarnations[name]
-        process = RoleProcess(name, role, handle=handle, placement=placement, index=index, incarnation=incarnation)
-        self._started = [*(each for each in self._started if not each.ended.is_set()), process]
-        return process
-
-    def _name_of(self, role: str, index: int) -> str:
+    def place(self, role: str, index: int, *, host: Host | None = None, device: str = "") -> Place:
+        """Of that number, now there."""
         is_one_of_several = role == "engine" or self._recipe.train.parallel.is_on
-        return LENT_NAME if index == LENT else f"{role}-{index}" if is_one_of_several else role
+        name = LENT_NAME if index == LENT else f"{role}-{index}" if is_one_of_several else role
+        place = self._places.setdefault(name, Place(name, role, index))
+        place.host, place.device = host, device
+        return place
+
+    def start_process(self, place: Place) -> RoleProcess:
+        """Called at the start, and again to restart a lost process: a new incarnation."""
+        place.incarnation += 1
+        handle, placement = self._begin(place)
+        place.newest = RoleProcess(place, handle=handle, placement=placement)
+        self._started = [*(each for each in self._started if not each.ended.is_set()), place.newest]
+        return place.newest
+
+    def _begin(self, place: Place) -> tuple[ProcessHandle, Placement]:
+        if place.host is not None:
+            placement = place_on_joined_host(self._recipe, place, place.host)
+            return JoinedProcess(place.name, place.host, incarnation=place.incarnation), placement
+        placement = place_on_this_host(self._recipe, place, run_folder=self._folder, shared_folder=self._shared_folder)
+        return ChildProcess(place.name, placement), placement
 
     async def listen(self) -> None:
         """Accept connections and send heartbeats. The claims keep other runs from removing our sockets and shared memory."""
-        self.claims = [Claim(place, self.prefix) for place in self._places]
+        self.claims = [Claim(place, self.prefix) for place in self._common_folders]
         for claim in self.claims:
             self._on_exit.callback(claim.release)
         self._listener = await Listener.on_this_host(token=self._transport.token, prefix=self.prefix)
         self._on_exit.callback(self._listener.close)
-        self._on_exit.callback(send_heartbeats(self._newest, self._recipe.heartbeat))
+        self._on_exit.callback(send_heartbeats(self._ordered, self._recipe.heartbeat))
+
+    def _ordered(self) -> list[ProcessHandle]:
+        return [each.handle for each in self._started if each.has_order]
 
     def introduce(self, process: RoleProcess) -> dict[str, asyncio.Future[Stream]]:
         """Send a process its order; return the streams it will open."""
@@ -187,7 +195,7 @@ class LocalProcesses:
             import_path=[entry or os.getcwd() for entry in sys.path],
         )
         process.handle.order(order)
-        self._newest[name] = process.handle
+        process.has_order = True
         return arriving
 
     def _ends_for(self, process: RoleProcess) -> tuple[Listener, TransportConfig]:
@@ -204,7 +212,8 @@ class LocalProcesses:
         adapter = adapter_shapes(recipe.model, recipe.lora) if recipe.lora.is_on else {}
         num_sent = sum(map(math.prod, adapter.values())) or count_parameters(Path(model_path))
         weight_bytes = num_sent * bytes_per_number(recipe.model.dtype)
-        transport_class(self._transport.transport).check_space(self._transport, weight_bytes)
+        for_servers = versions_for_servers(recipe, device=choose_device(recipe))
+        transport_class(self._transport.transport).check_space(self._transport, weight_bytes, beside=for_servers)
         self._build = {"recipe": to_dict(recipe), "model": model_path, "most_blocks": most_blocks, "meeting": ""}
         self._serve(observer, lineage)
         try:
@@ -271,24 +280,21 @@ class LocalProcesses:
         return []
 
     def _start_trainers(self) -> list[RoleProcess]:
-        return [self.start_process("trainer", rank) for rank in range(self._recipe.train.parallel.ranks)]
+        return [self.start_process(self.place("trainer", rank)) for rank in range(self._recipe.train.parallel.ranks)]
 
     async def _place_trainers(self) -> None:
         """Start the trainer's ranks, if they are not. They find each other at a new place at each start, which no rank of an
         earlier one knows."""
         self.trainers = self.trainers or self._start_trainers()
         assert self._listener.folder is not None
-        number = self._incarnations[self.trainers[0].name]
-        self._build["meeting"] = f"file://{self._listener.folder / f'ranks-{number}'}"
+        self._build["meeting"] = f"file://{self._listener.folder / f'ranks-{self.trainers[0].incarnation}'}"
 
     def _roles_with(self, ranks: Sequence[RoleProcess]) -> Roles:
         """Everything the launcher keeps itself starts anew: tasks, scorer, encoder."""
-        trainer = self._make_trainer(ranks)
+        kind = RemoteTrainer if ranks[0].host is None else JoinedTrainer
+        trainer = kind(ranks, deadline=self._recipe.deadline)
         self.pool.delivery.source = TrainerSource(trainer, relays=self._relays)
         return self._make_roles(trainer=trainer)
-
-    def _make_trainer(self, ranks: Sequence[RoleProcess]) -> RemoteTrainer:
-        return RemoteTrainer(ranks, deadline=self._recipe.deadline)
 
     async def restart_trainer(self, *, observer: Observer, lineage: Lineage) -> Roles:
         """Start a trainer in place of a lost one, for another session: all its ranks, if one is lost. The engines stay, idle,
@@ -340,12 +346,16 @@ class LocalProcesses:
                 process = await self._start_again(process, error)
 
     async def _start_again(self, process: RoleProcess, error: RoleFailed) -> RoleProcess:
-        """A new process in place of a lost engine, after a pause that grows; raises `error` once its budget is spent."""
-        budget = self._lent_restarts if process.index == LENT else self._restarts[process.index]
+        """A new process in place of a lost engine, after a pause; raises `error` if its budget is spent or its host is gone."""
+        if process.host is not None:
+            await process.ended.wait()  # it may hold its GPU's memory until then
+            if process.host.is_gone:
+                raise error
+        budget = self._restarts[process.name]
         seconds = budget.spend(error)
         self._say(f"{error}\n  it is started again ({budget.num_spent} of {budget.most}) in {seconds:.0f} s")
         await asyncio.sleep(seconds)
-        return self.start_process(process.role, process.index)
+        return self.start_process(process.place)
 
     async def _start(self, process: RoleProcess) -> dict[str, Any]:
         """Connect a process, build its role and watch it; an engine joins the pool. Errors name the process and its log."""
@@ -374,7 +384,6 @@ class LocalProcesses:
         control = await process.open(
             "control", arriving["control"], deadline=self._recipe.deadline, notices=self._notices(process)
         )
-        self._connected[process.name] = process
         self._spawn(process.read(control))
         self._spawn(self._keep_pinging(process))
         return arriving
@@ -387,7 +396,7 @@ class LocalProcesses:
         def report(_: str, told: dict[str, Any]) -> None:
             self._take_report(process, told)
 
-        more: dict[str, Any] = {"log": process.log, "clock_ahead": self._clock_ahead(process)}
+        more: dict[str, Any] = {"log": process.log, "clock_ahead": 0.0 if process.host is None else process.host.wall.seconds}
         engine = RemoteEngine(process.name, self.pool, control=process.control, on_report=report, **more)
         engine.data = await process.open("data", data, deadline=self._recipe.deadline, notices=engine.notices())
         self._spawn(process.read(engine.data))
@@ -398,51 +407,13 @@ class LocalProcesses:
             await self.pool.join(engine)
         self._spawn(self._replace(process, engine))
 
-    def _clock_ahead(self, process: RoleProcess) -> float:
-        """Seconds by which the clock of its host is ahead of this one's."""
-        return 0.0
-
     # Watch
-
-    def _take_report(self, process: RoleProcess, report: dict[str, Any]) -> None:
-        """Into the timeline of the current session."""
-        is_engine = process.role == "engine" and process.index != LENT  # which waits whenever the trainer does not
-        is_counted = is_engine or process.index == 0  # ranks do the same at the same time
-        self._timelines[process.role].take(process.name, report, is_counted=is_counted)
 
     async def _watch(self) -> None:
         """Waits for a failure that no restart of an engine fixes, and raises it."""
         await self._has_failed.wait()
         assert self._failure is not None or self._lost_trainer is not None
         raise self._failure or await (self._lost_trainer or self.trainers[0]).explain()
-
-    def _describe(self) -> str:
-        """Each process, its last reported activity, and its log."""
-        processes = self._connected.values()
-        return "".join(f"\n  {each.name} ({each.handle.describe()}): {each.doing}, log {each.log}" for each in processes)
-
-    async def _refresh(self) -> None:
-        """Request every process's timeline now; one that does not answer keeps its last."""
-        await asyncio.gather(*(self._ping(each, PING_GRACE_SECONDS) for each in self._connected.values()))
-
-    async def _keep_pinging(self, process: RoleProcess) -> None:
-        """Give the process up if a ping stays unanswered for `heartbeat` seconds."""
-        heartbeat = self._recipe.heartbeat
-        while not process.lost.is_set():
-            asked = time.monotonic()
-            if not await self._ping(process, heartbeat) and not process.lost.is_set():
-                silence = f"has not answered for {time.monotonic() - asked:.0f} s (heartbeat = {heartbeat:g})"
-                process.give_up(f"{silence}; it was last at {process.doing}")
-            await asyncio.sleep(min(_PING_SECONDS, heartbeat / 4))
-
-    async def _ping(self, process: RoleProcess, seconds: float) -> bool:
-        report = await process.ping(seconds)
-        if report is None:
-            return False
-        if process.role == "engine":
-            self._engine_peak = max(self._engine_peak, int(process.state.get("memory_peak", 0)))
-        self._take_report(process, report)
-        return True
 
     async def _on_lost_trainer(self, trainer: RoleProcess) -> None:
         """Waits for a trainer's process to be lost; ends the session then. Engines that join or catch up just now do so without
@@ -467,36 +438,20 @@ class LocalProcesses:
             await self.start_engine(await self._start_again(process, error), is_first=False)
             self._say(f"{process.name} is back")
         except RoleFailed as spent:
-            self._given_up.append(process.name)
-            self._connected.pop(process.name, None)
+            self._give_up(process.place)
             if process.index == LENT:
                 self._say(f"{spent}\n  the run goes on, and nothing is lent")
                 return
-            del self._restarts[process.index]
-            left = len(self._restarts)
+            left = sum(each.role == "engine" and each.index != LENT and not each.is_over for each in self._places.values())
             if not left and not self._can_wait_for_engines:
                 raise
             self._say(f"{spent}\n  the run goes on with {left} of {left + len(self._given_up)} engines")
 
+    def _give_up(self, place: Place) -> None:
+        place.is_over = True
+        self._given_up.append(place.name)
+
     def _losses(self) -> dict[str, Any]:
         """For the summary."""
-        restarts = {name: count - 1 for name, count in self._incarnations.items() if count > 1}
+        restarts = {name: place.incarnation - 1 for name, place in self._places.items() if place.incarnation > 1}
         return {"restarts": restarts, "engines_given_up": list(self._given_up)}
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a task in the background; what it raises ends the run."""
-
-        def on_end(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            error = None if task.cancelled() else task.exception()
-            if error is not None and self._failure is None:
-                self._failure = error
-                self._has_failed.set()
-
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(on_end)
-
-    def _cancel_tasks(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()

@@ -14,6 +14,7 @@ import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
+from headrace.engine import engine_kind
 from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.process import RoleFailed
 from headrace.launch.scaling import Measured, wanted_change
@@ -47,7 +48,6 @@ class RayProcesses(ClusterProcesses):
             raise ConfigError("orchestrate = 'ray': pip install 'headrace[ray]'") from error
         super().__init__(recipe, folder, trains=trains)
         self._ray: Any = ray
-        self._num_local, self._restarts, self._indices = 0, {}, itertools.count()
         self._actors: dict[str, Any] = {}
         """By the label of what it runs."""
         self._num_over = 0
@@ -82,17 +82,19 @@ class RayProcesses(ClusterProcesses):
         """Waits for a process that Ray placed to fail or leave. Nobody then needs to wait for the trainer, or if it is the last
         engine for the first."""
         try:
-            await asyncio.wrap_future(joining)
+            status = await asyncio.wrap_future(joining)
+            why = f"it found no launcher at {self._url}" if status else "it has left"
         except Exception as error:  # noqa: BLE001  (anything, and in Ray's wrapping)
-            self._say(f"the {role} that Ray placed has failed: {getattr(error, 'cause', None) or error}")
-        failure = RoleFailed(f"no {role} that Ray placed could join; why is said above")
+            why = str(getattr(error, "cause", None) or error)
+            if label in self._actors or label not in self._extra:  # else it was withdrawn
+                self._say(f"the {role} that Ray placed has failed: {why}")
+        failure = RoleFailed(f"no {role} that Ray placed could join: {why}")
         if role == "trainer":
             self._no_trainer = failure
             return self._has_trainer_news.set()
         if label in self._extra:
             self._extra.remove(label)
-            self._ray.kill(self._actors.pop(label))  # frees its place
-            return None
+            return self._kill(label)  # frees its place
         self._num_over += 1
         if self._num_over == self._recipe.engine.num_engines and not self.first_joined.done():
             self.first_joined.set_exception(failure)
@@ -102,18 +104,24 @@ class RayProcesses(ClusterProcesses):
 
     async def _scale(self) -> None:
         """Waits for trainer and engines to have worked for a while; then adds an engine, or lets one go. The next time is
-        measured once that engine is there, or gone."""
-        settings, before = self._recipe.engine, None
+        measured from when that engine is there, or gone; one that Ray has no room for is withdrawn if it is not wanted then."""
+        settings, before, pending = self._recipe.engine, None, list[str]()
         while True:
             await asyncio.sleep(1.0)
-            joined = {host.offer.label: host for host in self._host_of.values() if host.offer and not host.is_gone}
+            hosts = [place.host for place in self._places.values() if place.host is not None and not place.is_over]
+            joined = {host.offer.label: host for host in hosts if host.offer and not host.is_gone}
             now = Measured.now(self._timelines, version=max(self.pool.versions.values(), default=0))
-            if before is None or now.version < before.version or not set(self._extra) <= joined.keys():
-                before = now
+            still_pending = [label for label in self._extra if label not in joined]
+            if before is None or now.version < before.version or still_pending != pending:
+                before, pending = now, still_pending
             elif now.is_enough_since(before):
                 count = settings.num_engines + len(self._extra)
                 change, before = wanted_change(before, now, num_engines=len(self.pool.engines)), None
-                if change > 0 and count < settings.max_count:
+                if pending:
+                    if change <= 0:
+                        self._say("the trainer no longer waits for engines: Ray is not asked for one more")
+                        self._kill(pending[0])
+                elif change > 0 and count < settings.max_count:
                     self._say(f"the trainer waits for engines: asking Ray for one more ({count} + 1)")
                     label, joining = await asyncio.to_thread(self._start_actor, "engine", settings.threads, "SPREAD")
                     self._extra.append(label)
@@ -121,6 +129,10 @@ class RayProcesses(ClusterProcesses):
                 elif change < 0 and len(self.pool.engines) > settings.num_engines:  # else one of `count` is lost
                     self._say(f"the engines idle: one of {count} is given back")
                     await self._let_go(joined[self._extra[-1]])
+
+    def _kill(self, label: str) -> None:
+        if (actor := self._actors.pop(label, None)) is not None:
+            self._ray.kill(actor)
 
     def _place(self) -> list[tuple[str, str, Any]]:
         """Reserve room for all ranks of the trainer, close together, and all engines, and start an actor in each place. Returns
@@ -137,8 +149,8 @@ class RayProcesses(ClusterProcesses):
 
     def _place_role(self, role: str, count: int, threads: int, *, strategy: str) -> list[tuple[str, str, Any]]:
         ray, recipe = self._ray, self._recipe
-        threads, num_gpus = self._needs(threads)
-        bundle = {"CPU": threads, **({"GPU": 1} if num_gpus else {})}
+        threads, num_gpus = self._needs(role, threads)
+        bundle = {"CPU": threads, **({"GPU": num_gpus} if num_gpus else {})}
         group = ray.util.placement_group([bundle] * count, strategy=strategy)
         self._groups.append(group)
         if not group.wait(recipe.deadline):
@@ -148,14 +160,16 @@ class RayProcesses(ClusterProcesses):
         places = [place(group, placement_group_bundle_index=index) for index in range(count)]
         return [(role, *self._start_actor(role, threads, each)) for each in places]
 
-    def _needs(self, threads: int) -> tuple[int, int]:
-        """CPUs and GPUs of a process."""
-        has_gpus = self._recipe.device != "cpu" and self._ray.cluster_resources().get("GPU", 0) > 0
-        return threads or self._recipe.threads or 1, int(has_gpus)
+    def _needs(self, role: str, threads: int) -> tuple[int, int]:
+        """CPUs and GPUs of a process. With `device = "cuda"` Ray waits for GPUs, which an autoscaler may yet bring."""
+        recipe = self._recipe
+        on_gpu = recipe.device == "cuda" or (recipe.device == "auto" and self._ray.cluster_resources().get("GPU", 0) > 0)
+        own = engine_kind(recipe.engine).gpus_for_itself(recipe) if role == "engine" else 0
+        return threads or recipe.threads or 1, max(own, 1) if on_gpu else 0
 
     def _start_actor(self, role: str, threads: int, where: object) -> tuple[str, Any]:
         """Returns its label, and what its `run` will return or raise. If there is no room now, Ray starts it when there is."""
-        threads, num_gpus = self._needs(threads)
+        threads, num_gpus = self._needs(role, threads)
         how = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": threads, "num_gpus": num_gpus}
         label = f"{role} {next(self._labels)}"
         actor = self._actors[label] = self._ray.remote(**how)(PlacedProcess).options(scheduling_strategy=where).remote()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.config import Recipe
+    from headrace.launch.hosts import Host
+    from headrace.launch.process import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class Placement:
     """For shared memory and weight files (`sync.folder`)."""
     model: str = ""
     """Where the host has the model, if not where the launcher has it."""
+    frozen: dict[str, str] = field(default_factory=dict)
+    """Likewise of a trainer's frozen models, by where the launcher has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +81,9 @@ LENT = -1
 """The index of the spare engine on the trainer's device (`engine.lend`)."""
 
 
-def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Path, name: str, shared_folder: Path) -> Placement:
-    device = place_of(recipe, role, index)
+def place_on_this_host(recipe: Recipe, place: Place, *, run_folder: Path, shared_folder: Path) -> Placement:
+    role, index = place.role, place.index
+    device = device_of(recipe, role, index)
     return Placement(
         host=platform.node(),
         address=recipe.sync.host,
@@ -86,8 +91,28 @@ def place_on_this_host(recipe: Recipe, role: str, index: int, *, run_folder: Pat
         receives_on=device if role == "trainer" or index == LENT else receiving_device(recipe, index),
         threads=threads_of(recipe, "trainer" if index == LENT else role),
         run_folder=str(run_folder.absolute()),
-        log=str((run_folder / "logs" / f"{name}.log").absolute()),
+        log=str((run_folder / "logs" / f"{place.name}.log").absolute()),
         shared_folder=str(shared_folder),
+    )
+
+
+def place_on_joined_host(recipe: Recipe, place: Place, host: Host) -> Placement:
+    """As the host has offered."""
+    offer = host.offer
+    assert offer is not None
+    device = recipe.device if recipe.device == "cpu" else place.device
+    threads = {"engine": recipe.engine.threads, "trainer": recipe.train.threads}[place.role]
+    return Placement(
+        host=offer.host,
+        address=offer.address,
+        device=device,
+        receives_on="cpu" if place.role == "engine" and engine_kind(recipe.engine).has_server else device,
+        threads=threads or recipe.threads or offer.threads,
+        run_folder=offer.passing,
+        log=f"{offer.folder}/{place.name}.log",
+        shared_folder=offer.shared_folder,
+        model=offer.model,
+        frozen=offer.frozen,
     )
 
 
@@ -99,6 +124,12 @@ def engines_here(recipe: Recipe) -> int:
 def ranks_here(recipe: Recipe) -> int:
     """Ranks of the trainer that the launcher starts on this host."""
     return 0 if recipe.trainer_joins else recipe.train.parallel.ranks
+
+
+def versions_for_servers(recipe: Recipe, *, device: str) -> int:
+    """How many versions of the weights engines on this host keep in `sync.folder` for their servers."""
+    has_processes = not recipe.is_inline and engines_here(recipe)
+    return engine_kind(recipe.engine).versions_in_folder(recipe, device=device) if has_processes else 0
 
 
 def threads_of(recipe: Recipe, role: str = "", *, cores: int = 0) -> int:
@@ -114,7 +145,9 @@ def set_threads(recipe: Recipe) -> None:
 
 
 def choose_device(recipe: Recipe) -> str:
-    return pick_device(recipe.device, exact=recipe.exact)
+    """What computes on this host. If Ray places all that needs a GPU, this host need not have one."""
+    is_elsewhere = recipe.is_on_ray and not recipe.sft.is_on
+    return pick_device("auto" if recipe.device == "cuda" and is_elsewhere else recipe.device, exact=recipe.exact)
 
 
 def pick_device(wanted: str, *, exact: bool = False) -> str:
@@ -126,8 +159,8 @@ def pick_device(wanted: str, *, exact: bool = False) -> str:
     return "cuda" if torch.cuda.is_available() and not exact else "cpu"
 
 
-def place_of(recipe: Recipe, role: str, index: int = 0) -> str:
-    """Which GPU a process gets: the trainer's ranks the first ones, engines the others in turn. If none is left, they share."""
+def device_of(recipe: Recipe, role: str, index: int = 0) -> str:
+    """On this host: the trainer's ranks have the first GPUs, engines the others in turn, or share them if none is left."""
     device, num_ranks = choose_device(recipe), ranks_here(recipe)
     count = torch.cuda.device_count() if device == "cuda" else 0
     if count < 2:
@@ -138,7 +171,7 @@ def place_of(recipe: Recipe, role: str, index: int = 0) -> str:
 
 
 def trainer_devices(recipe: Recipe) -> list[str]:
-    return [place_of(recipe, "trainer", rank) for rank in range(ranks_here(recipe))]
+    return [device_of(recipe, "trainer", rank) for rank in range(ranks_here(recipe))]
 
 
 def check_ranks(recipe: Recipe) -> None:
@@ -154,13 +187,13 @@ def check_ranks(recipe: Recipe) -> None:
 
 
 def receiving_devices(recipe: Recipe) -> set[str]:
-    return {receiving_device(recipe, index) for index in range(recipe.engine.num_engines)}
+    return {receiving_device(recipe, index) for index in range(engines_here(recipe))}
 
 
 def receiving_device(recipe: Recipe, index: int) -> str:
     """The device on which an engine's process receives new weights."""
     device = choose_device(recipe)
-    trainer, engine = place_of(recipe, "trainer"), place_of(recipe, "engine", index)
+    trainer, engine = device_of(recipe, "trainer"), device_of(recipe, "engine", index)
     return engine_kind(recipe.engine).receives_on(recipe, index, device=device, trainer=trainer, engine=engine)
 
 
@@ -171,7 +204,7 @@ def shares_device(recipe: Recipe) -> bool:
     if choose_device(recipe) == "cpu":
         return len(os.sched_getaffinity(0)) < 2
     trainers, is_elsewhere = trainer_devices(recipe), bool(recipe.engine.vllm.urls)
-    return not is_elsewhere and any(place_of(recipe, "engine", each) in trainers for each in range(engines_here(recipe)))
+    return not is_elsewhere and any(device_of(recipe, "engine", each) in trainers for each in range(engines_here(recipe)))
 
 
 def why_not_lent(recipe: Recipe) -> str:

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headrace.helper_process import how_it_ended, start_helper
 from headrace.model import ModelError
 from headrace.rpc import Peer, RemoteError, Stream, StreamClosed
 from headrace.settings import ConfigError
@@ -24,6 +24,7 @@ from headrace.settings import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from headrace.launch.hosts import Host
     from headrace.launch.placement import Order, Placement
 
 _END_SECONDS = 5.0
@@ -101,18 +102,9 @@ class ChildProcess:
     """A child of the launcher on the same host. A pipe to its stdin carries the order and heartbeats until it ends."""
 
     def __init__(self, name: str, placement: Placement) -> None:
-        threads = str(placement.threads)
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # it must find the same modules as the launcher
         with open(placement.log, "a") as log:  # the process has its own descriptor
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "headrace.launch.child", name],  # the name shows in `ps`
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C in the terminal must reach only the launcher
-            )
+            how: dict[str, Any] = {"bufsize": 0, "stdin": subprocess.PIPE, "stdout": log}
+            self._process = start_helper("headrace.launch.child", name, log=log, threads=placement.threads, **how)
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
         os.set_blocking(self._pipe.fileno(), False)  # a stopped process does not read its heartbeats
@@ -149,14 +141,37 @@ class ChildProcess:
         return f"process {self.pid}{', stopped by SIGSTOP' if is_stopped else ''}"
 
 
-class RoleProcess:
-    """One incarnation of an engine or the trainer."""
+@dataclass(eq=False)
+class Place:
+    """An engine or a rank of the trainer, whichever process is it: one that is lost has a successor."""
 
-    def __init__(
-        self, name: str, role: str, *, handle: ProcessHandle, placement: Placement, index: int = 0, incarnation: int = 1
-    ) -> None:
-        self.name, self.role, self.handle, self.placement = name, role, handle, placement
-        self.index, self.incarnation = index, incarnation
+    name: str
+    role: str
+    """`engine` or `trainer`."""
+    index: int = 0
+    host: Host | None = None
+    """None: the launcher's own."""
+    device: str = ""
+    """On another host, as it was offered."""
+    incarnation: int = 0
+    """Counts the processes started for it."""
+    newest: RoleProcess | None = None
+    """Of these."""
+    is_leaving: bool = False
+    """Its host has said that it leaves."""
+    is_over: bool = False
+    """It is given up, or has left."""
+
+
+class RoleProcess:
+    """One incarnation of an engine or of a rank of the trainer."""
+
+    def __init__(self, place: Place, *, handle: ProcessHandle, placement: Placement) -> None:
+        self.place, self.handle, self.placement = place, handle, placement
+        self.name, self.role, self.index, self.incarnation = place.name, place.role, place.index, place.incarnation
+        self.host = place.host
+        self.has_order = False
+        """Heartbeats follow it."""
         self.streams: dict[str, Peer] = {}
         """By channel: `control`, and `data` for an engine."""
         self.state: dict[str, Any] = {}
@@ -224,6 +239,7 @@ class RoleProcess:
         except StreamClosed:
             self.lost.set()
         except ValueError as error:
+            logging.getLogger("headrace").warning("%s sent what cannot be read", self.name, exc_info=error)
             self.give_up(f"sent what cannot be read: {error}")
         finally:
             self.close_streams()
@@ -288,10 +304,7 @@ class RoleProcess:
                     await self._is_read.wait()
         if self._last_words is not None:
             return self.failed(self._last_words)
-        ended = "closed its stream"
-        if self._status is not None:
-            is_signal = self._status < 0
-            ended = f"was killed by {signal.Signals(-self._status).name}" if is_signal else f"ended with status {self._status}"
+        ended = "closed its stream" if self._status is None else how_it_ended(self._status)
         process = self._description or self.handle.describe()
         kind = TrainerLost if self.role == "trainer" else RoleFailed
         return kind(f"{self.name} ({process}) {self.verdict or ended}\n  log {self.log}")

@@ -52,21 +52,20 @@ class ClusterSettings:
 
 def read_token(file: str | Path, *, setting: str) -> str:
     """HEADRACE_TOKEN, else what the file holds; "" if there is neither."""
-    if token := os.environ.get("HEADRACE_TOKEN", "").strip():
-        return _checked(token, "HEADRACE_TOKEN")
-    if not str(file):
-        return ""
+    token, where = os.environ.get("HEADRACE_TOKEN", "").strip(), "HEADRACE_TOKEN"
+    if not token and str(file):
+        token, where = read_token_file(file, setting=setting), f"{setting} {file}"
+    if token and len(token) < _SHORTEST_TOKEN:
+        how = f"it has {len(token)} characters, and needs {_SHORTEST_TOKEN}"
+        raise ConfigError(f"{where}: the token could be guessed: {how}; make one with `openssl rand -hex 32`")
+    return token
+
+
+def read_token_file(file: str | Path, *, setting: str) -> str:
     try:
         token = Path(file).read_text().strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting} {file}: it cannot be read: {error}") from error
     if not token:
         raise ConfigError(f"{setting} {file}: it is empty; put the token in it")
-    return _checked(token, f"{setting} {file}")
-
-
-def _checked(token: str, where: str) -> str:
-    if len(token) < _SHORTEST_TOKEN:
-        how = f"it has {len(token)} characters, and needs {_SHORTEST_TOKEN}"
-        raise ConfigError(f"{where}: the token could be guessed: {how}; make one with `openssl rand -hex 32`")
     return token

@@ -6,10 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +14,18 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from headrace import __version__
-from headrace.launch.folder import FolderLock, cache_folder
 from headrace.launch.inputs import UserInputs, fingerprint_inputs
+from headrace.launch.model_cache import cache_folder, use_model
 from headrace.launch.placement import choose_device
 from headrace.launch.sft import optimizer_settings, run_sft
+from headrace.leftovers import FOLDER_LOCK
 from headrace.lora import base_of, round_weights
 from headrace.model import load_plain, load_tokenizer, tiny
 from headrace.settings import ConfigError, identity, to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
+    from pathlib import Path
 
     from headrace.config import Recipe
     from headrace.launch.stop import StopRequest
@@ -55,23 +54,13 @@ def model_folder(
         yield str(rounded) if is_rounded else recipe.model.path
         return
     target = cache_folder() / "warmup" / _key(recipe, given)
-    in_use = FolderLock(target, is_shared=True)
-    if in_use.acquire(create=False):
+    if target.is_dir():
         say(f"model      cached in {target}")
-    else:
-        _make(target, recipe, given, say, stop)
-        if not in_use.acquire(create=False):
-            raise OSError(f"the model could not be put in {target}")
-    try:
-        with contextlib.suppress(OSError):  # a read-only cache
-            os.utime(target)
-            _remove_unused(target.parent)
+    with use_model(target, lambda folder: _make(folder, recipe, given, say, stop), keep=_NUM_KEPT):
         is_rounded = rounded is not None and _round_model(str(target), rounded, recipe, say)
         if keep is not None and not is_rounded:
             copy_model(target, keep)
         yield str(keep or target)
-    finally:
-        in_use.release()
 
 
 def _round_model(path: str, target: Path, recipe: Recipe, say: Callable[[str], None]) -> bool:
@@ -97,62 +86,26 @@ def copy_model(cached: Path, target: Path) -> None:
     """Copy a model out of the cache; `target` is whole or not there."""
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(cached, temporary, ignore=shutil.ignore_patterns(".lock"))
+    shutil.copytree(cached, temporary, ignore=shutil.ignore_patterns(FOLDER_LOCK))
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
 
 
-def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], None], stop: StopRequest | None = None) -> None:
-    """Build and fine-tune a model in a temporary folder of the cache, then rename it."""
+def _make(target: Path, recipe: Recipe, given: UserInputs, say: Callable[[str], None], stop: StopRequest | None) -> None:
+    """Build and fine-tune a model in this folder."""
     is_builtin = recipe.model.path == tiny.NAME
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary, lock = _temporary_folder(target.parent)
-    try:
-        transformers_logging.disable_progress_bar()
-        if is_builtin:
-            tiny.build_folder(temporary, recipe.model, seed=recipe.seed)
-        if recipe.sft.is_on:
-            start = str(temporary) if is_builtin else recipe.model.path
-            asyncio.run(_stoppable(run_sft(recipe, start, given, temporary, say=say), stop))
-        with contextlib.suppress(OSError):  # another process has finished the same model first
-            temporary.rename(target)
-    finally:
-        lock.release()
-        shutil.rmtree(temporary, ignore_errors=True)
+    transformers_logging.disable_progress_bar()
+    if is_builtin:
+        tiny.build_folder(target, recipe.model, seed=recipe.seed)
+    if recipe.sft.is_on:
+        start = str(target) if is_builtin else recipe.model.path
+        asyncio.run(_stoppable(run_sft(recipe, start, given, target, say=say), stop))
 
 
 async def _stoppable(work: Coroutine[Any, Any, None], stop: StopRequest | None) -> None:
     task = asyncio.ensure_future(work)
     with contextlib.nullcontext() if stop is None else stop.cancels(task, at=1):
         await task
-
-
-def _temporary_folder(cache: Path) -> tuple[Path, FolderLock]:
-    """A new locked folder. Another process may remove it as abandoned before it is locked; then try again."""
-    for _ in range(100):
-        folder = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
-        lock = FolderLock(folder)
-        if lock.acquire(create=False):
-            return folder, lock
-        shutil.rmtree(folder, ignore_errors=True)
-    raise OSError(f"no folder in {cache} can be locked; set HEADRACE_CACHE to one on a file system with locks")
-
-
-def _remove_unused(cache: Path) -> None:
-    """Remove all models but the most recently used ones and those a live process uses or is making."""
-
-    def used_at(folder: Path) -> float:
-        try:
-            return folder.stat().st_mtime
-        except FileNotFoundError:  # another process has just removed it
-            return 0.0
-
-    made = sorted((folder for folder in cache.iterdir() if folder.name[0] != "."), key=used_at, reverse=True)
-    for folder in (*made[_NUM_KEPT:], *cache.glob(".making-*")):
-        lock = FolderLock(folder)
-        if lock.acquire(create=False):
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.release()
 
 
 def _key(recipe: Recipe, given: UserInputs) -> str:

@@ -50,6 +50,7 @@ class StopRequest:
     def cancels(self, task: asyncio.Task[Any] | None, *, at: int) -> Iterator[None]:
         """In this block, request number `at` and any later one cancel a task; signals stay as they are."""
         assert task is not None
+        before = self._on_first, self._on_second
         self._on_second = lambda: task.get_loop().call_soon_threadsafe(task.cancel)
         self._on_first = self._on_second if at == 1 else self._on_first
         if self.num_made >= at:  # before this block started
@@ -57,7 +58,7 @@ class StopRequest:
         try:
             yield
         finally:
-            self._on_first = self._on_second = None
+            self._on_first, self._on_second = before
 
     @contextlib.contextmanager
     def heard_by(self, stop: Callable[[], object]) -> Iterator[None]:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from headrace.front_door import front_door
 
 if TYPE_CHECKING:
-    from headrace.lora.adapter import Adapter, Target, adapter_of, add_adapter, find_targets, merge_adapter, target_of
+    from headrace.lora.adapter import Adapter, Target, adapter_of, add_adapter, merge_adapter, target_of
     from headrace.lora.four_bits import find_quantized, has_bitsandbytes, held_bytes, hold_in_four_bits, round_weights
     from headrace.lora.peft_folder import KEPT_BASE, AdapterError, base_of, read_settings, read_tensors, write_folder
     from headrace.lora.settings import FOUR_BITS, LoraSettings
+    from headrace.lora.targets import find_targets
 else:
     __getattr__ = front_door(__name__)

@@ -7,8 +7,6 @@ be published, saved and optimized alone.
 from __future__ import annotations
 
 import contextlib
-import difflib
-import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,23 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headrace.lora.expert_weights import ExpertWeight, find_expert_weights, split_experts
 from headrace.lora.peft_folder import AdapterError, read_tensors, write_folder
-from headrace.lora.settings import ALL
-from headrace.lora.whole_modules import WholeModule, find_whole_modules
+from headrace.lora.targets import ExpertWeight, WholeModule, find_targets, split_experts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.lora.settings import LoraSettings
+    from headrace.lora.targets import Adapted
 
     AddByRow = Callable[..., Tensor]
     """From the output of layers that read the same input, side by side, that input and their targets to the output with the
     adapter; with `is_gated=True` to silu of the first layer's times the second's."""
-    Adapted = nn.Linear | ExpertWeight | WholeModule
     Applied = tuple[Mapping[str, Tensor] | None, Tensor | None]
     """An adapter's tensors by name, None for its own; and the rows they apply to: [tokens, 1] of 0 and 1, or None for all."""
 
@@ -65,7 +61,7 @@ class Copy:
 
 class Adapter(nn.Module):
     """Two matrices for each target, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank], with PEFT's names;
-    those of experts have the rank of all experts together (`expert_weights`). Beside these, the parameters of modules that are
+    those of experts have the rank of all experts together (`split_experts`). Beside these, the parameters of modules that are
     trained whole."""
 
     def __init__(self, targets: Mapping[str, Adapted], settings: LoraSettings, *, seed: int = 0) -> None:
@@ -285,41 +281,6 @@ def merge_adapter(model: PreTrainedModel) -> None:
             del cast("Any", target).headrace_target
     adapter.turn_off()  # modules that were trained whole use their own parameters again
     del model.__dict__[_HELD_AS]
-
-
-def find_targets(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Adapted]:
-    """The linear layers and weights of experts that an adapter targets, and the modules that are trained whole, by name."""
-    targets, whole = settings.targets, find_whole_modules(model, settings.whole)
-    head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
-    linear = {name: module for name, module in linear.items() if not is_within(name, whole)}
-    found: set[str] = set()
-    for target in targets:
-        is_meant = functools.partial(names, target)
-        matched = list(linear) if target == ALL else [name for name in linear if is_meant(name)]
-        if not matched and not find_expert_weights(model, is_meant):
-            known = sorted({name.rpartition(".")[2] for name in linear})
-            near = ", ".join(difflib.get_close_matches(target, known, n=3, cutoff=0.0))
-            others = [name for name, _ in model.named_parameters() if target in name.split(".")]
-            reason = f"{others[0]!r} is no linear layer" if others else "the model has no such layer"
-            raise AdapterError(
-                f"lora.targets = {target!r}: {reason}; linear layers are called {', '.join(known)} (nearest: {near})"
-            )
-        found.update(matched)
-    experts = find_expert_weights(
-        model, lambda name: any(names(target, name) for target in targets) and not is_within(name, whole)
-    )
-    return {**{name: linear[name] for name in linear if name in found}, **experts, **whole}
-
-
-def is_within(name: str, modules: Iterable[str]) -> bool:
-    """Whether it is one of these modules or a part of one."""
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
-
-
-def names(target: str, name: str) -> bool:
-    """Whether a target, which may be the last parts of a name, means this one."""
-    return name == target or name.endswith(f".{target}")
 
 
 def _nested(root: nn.Module, path: str) -> nn.Module:

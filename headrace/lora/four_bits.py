@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.lora.adapter import adapter_of, is_within
+from headrace.lora.adapter import adapter_of
 from headrace.lora.peft_folder import AdapterError
 from headrace.lora.settings import FOUR_BITS
-from headrace.lora.whole_modules import find_whole_modules
+from headrace.lora.targets import find_linear_layers, find_whole_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,10 +36,8 @@ _FETCHING = "kernels"
 def find_quantized(model: PreTrainedModel, settings: LoraSettings) -> dict[str, nn.Linear]:
     """The linear layers whose weights are held in 4 bits: all but the head, what is trained whole, and sizes that are no
     multiple of a block."""
-    whole, head = find_whole_modules(model, settings.whole), model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
-    fits = {name: module for name, module in linear.items() if module.weight.numel() % BLOCK == 0}
-    return {name: module for name, module in fits.items() if not is_within(name, whole)}
+    linear = find_linear_layers(model, find_whole_modules(model, settings.whole))
+    return {name: module for name, module in linear.items() if module.weight.numel() % BLOCK == 0}
 
 
 def held_bytes(num_numbers: int) -> int:

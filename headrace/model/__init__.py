@@ -12,7 +12,17 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.lora import Adapter, Target, adapter_of, held_bytes, target_of
-    from headrace.model.arena import ALIGNMENT, Arena, Layout, Slot, allocate_bytes, held_tensors, lay_out
+    from headrace.model.arena import (
+        ALIGNMENT,
+        Arena,
+        Layout,
+        ShardedWeights,
+        Slot,
+        allocate_bytes,
+        held_tensors,
+        lay_out,
+        side_stream,
+    )
     from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal, layer_of, make_context
     from headrace.model.fused_head import AllowedTokens, Scaling
     from headrace.model.head import Head
@@ -40,23 +50,23 @@ if TYPE_CHECKING:
         served_dtype,
         set_template,
     )
-    from headrace.model.packing import Packed, empty_pass, pack, replaying, score
+    from headrace.model.packing import Packed, empty_pass, pack, packed_hidden, replaying, score
     from headrace.model.pass_planning import Unit, members_of, num_rows, plan_passes
     from headrace.model.rank_passes import PassCost, plan_rank_passes
     from headrace.model.routers import Routers, Watched, check_recorded, find_readable_routers
     from headrace.model.settings import ModelSettings, bytes_per_number
     from headrace.model.shape import ModelShape
-    from headrace.model.sharded_arena import ShardedArena
-    from headrace.model.sharded_weights import ShardedWeights
+    from headrace.model.sharded_arena import Group, ShardedArena
     from headrace.model.tiny import build_config, build_folder, build_tokenizer
     from headrace.model.weight_files import WeightFiles, flat_range, leave_meta, take_files
     from headrace.model.weights import (
-        Inspector,
+        ByteTarget,
         StagedWeights,
         StagingBuffer,
         WeightError,
         check_order,
         describe,
+        make_inspector,
         named_tensors,
     )
 else:

@@ -6,6 +6,7 @@ key and value) are adjacent, so that one matrix product can read them as one mat
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -95,6 +96,21 @@ class Layout(dict[str, Slot]):
         return [(slot.dtype, slot.stop, slot.end) for slot in set(self.values()) if slot.stop < slot.end]
 
 
+@dataclass(frozen=True, eq=False)
+class ShardedWeights:
+    """What a rank publishes: ranges of the model's tensors, in the engine's dtypes. The ranges of all ranks of a trainer are
+    disjoint and cover every tensor; a replica of other ranks may have none. Each range starts at a multiple of 8 bytes within
+    its tensor, so that checksums add up."""
+
+    slots: Layout
+    """Every tensor of the whole model, in the order of `named_tensors`; equal on all ranks, and in all versions."""
+    ranges: Sequence[tuple[str, int, int, Tensor]]
+    """(tensor, first element, one past the last, these elements in one dimension); each tensor at most once."""
+
+    def __iter__(self) -> Iterator[tuple[str, int, int, Tensor]]:
+        return iter(self.ranges)
+
+
 class Views(Mapping[str, Tensor]):
     """An arena's tensors by name. Each is made at its first use: to make hundreds takes longer than to copy an adapter."""
 
@@ -126,6 +142,8 @@ class Arena:
 
     gradients: Mapping[torch.dtype, Tensor] = MappingProxyType({})
     """Of `flat`, in float32, if the arena keeps its tensors' gradients itself."""
+    first: Mapping[str, int] = MappingProxyType({})
+    """The first element that the arena holds of each tensor, if it holds a part of them."""
 
     def __init__(self, slots: Mapping[str, Slot], *, device: torch.device, allocate: Allocate | None = None) -> None:
         self.slots = slots if isinstance(slots, Layout) else Layout(slots)
@@ -211,6 +229,10 @@ class Arena:
         start = self.memory.data_ptr()
         return start <= tensor.data_ptr() < start + self.num_bytes
 
+    def piece(self, name: str, tensor: Tensor) -> Tensor:
+        """What the arena holds of a whole tensor."""
+        return tensor
+
     def whole_gradient(self, name: str) -> Tensor | None:
         """Where autograd adds up a tensor's gradient, if that is not where the arena keeps it."""
         return None
@@ -226,6 +248,19 @@ class Arena:
             if self._addresses is None:
                 self._addresses = [(name, held, self.views[name].data_ptr()) for name, held in self._holders.items()]
             return next((name for name, held, address in self._addresses if held.data_ptr() != address), None)
+
+
+@contextlib.contextmanager
+def side_stream(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.Stream | None]:
+    """On a GPU, run in `stream`, or a new one, after what this thread has queued: neither it nor later work queues behind the
+    other. Yields the stream."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = stream or torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
 
 
 def allocate_bytes(num_bytes: int, device: torch.device) -> Tensor:

@@ -75,14 +75,12 @@ def _hook(
 
 
 def layer_of(module: nn.Module) -> int:
-    """The index of an attention module's decoder layer."""
     layer = module.layer_idx
     assert isinstance(layer, int)
     return layer
 
 
 def register() -> None:
-    """Register the hook with transformers; may be repeated."""
     AttentionInterface.register(NAME, _hook)
 
 

@@ -23,7 +23,6 @@ NAME = "headrace"
 
 
 def register() -> None:
-    """Make it known to transformers as an implementation of experts."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
 
 

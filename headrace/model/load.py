@@ -22,7 +22,7 @@ from headrace.lora import Adapter, adapter_of, add_adapter, base_of, find_quanti
 from headrace.model import attention, experts, tiny
 from headrace.model.arena import held_tensors
 from headrace.model.head import Head
-from headrace.model.weight_files import WeightFiles, find_paths, loaded_dtypes, parameters_on_meta, put_files
+from headrace.model.weight_files import HELD_AS, WeightFiles, find_paths, loaded_dtypes, parameters_on_meta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from headrace.lora import LoraSettings
+    from headrace.model.arena import Arena
     from headrace.model.settings import ModelSettings
-    from headrace.model.sharded_arena import ShardedArena
 
 _WIDE = "headrace_wide_residual"
 _ROUTER = re.compile(r"Top[kK]Router$")
@@ -203,15 +203,16 @@ def _load_without_weights(path: str, *, dtype: str) -> PreTrainedModel | None:
         return None
     model.generation_config = load_generation(path)
     cast("Any", model)._weight_conversions = files.used
-    put_files(model, files)
+    model.__dict__[HELD_AS] = files
     return model
 
 
-def read_pieces(model: PreTrainedModel, arena: ShardedArena, files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-    """This rank's part of each tensor of the model, one by one, in one dimension."""
+def read_pieces(model: PreTrainedModel, arena: Arena, files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
+    """What the arena holds of each tensor of the model, one by one, in one dimension."""
     parameters = dict(model.named_parameters())
     for name, view in arena:
-        piece = files.read(name, arena.first[name], arena.first[name] + view.numel()) if view.numel() else view
+        first = arena.first.get(name, 0)
+        piece = files.read(name, first, first + view.numel()) if view.numel() else view
         if name in parameters and not piece.sum(dtype=torch.float32).isfinite():
             raise ModelError(f"model.path = {model.name_or_path!r}: the weights cannot be used: {name} holds NaN or infinity")
         yield name, piece
@@ -242,22 +243,18 @@ def _use_ours(model: PreTrainedModel, *, exact: bool) -> None:
 @torch.no_grad()
 def probe(model: PreTrainedModel, *, name: str, exact: bool = False) -> None:
     """Raise unless every layer uses our attention, and our logprobs equal the model's own; without its adapter, if any."""
-    adapter = adapter_of(model)
-    with contextlib.nullcontext() if adapter is None else adapter.off():
-        _probe(model, name=name, exact=exact)
-
-
-def _probe(model: PreTrainedModel, *, name: str, exact: bool) -> None:
-    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
+    adapter, generator = adapter_of(model), torch.Generator().manual_seed(0)
+    device = next(model.parameters()).device
     vocabulary = cast("Tensor", model.get_input_embeddings().weight).shape[0]
     tokens = torch.randint(vocabulary, (_PROBED,), generator=generator).to(device)
     model.set_attn_implementation("eager")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
-    with _precision(model, device):
-        own = torch.log_softmax(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float(), dim=-1)
-    _use_ours(model, exact=exact)
-    _compare(model, f"model {name!r} ({model.config.model_type}) cannot be served", tokens, own)
+    with contextlib.nullcontext() if adapter is None else adapter.off():
+        with _precision(model, device):
+            own = torch.log_softmax(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float(), dim=-1)
+        _use_ours(model, exact=exact)
+        _compare(model, f"model {name!r} ({model.config.model_type}) cannot be served", tokens, own)
 
 
 def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -432,4 +429,6 @@ def _explained(path: str, what: str) -> Iterator[None]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):  # transformers' advice is to set it
             reason = "it needs Python code of its own (auto_map), which is never run; name a model that transformers itself has"
+        if "connect to" in reason:
+            reason += " Without a network, name a folder that has the model; HF_HUB_OFFLINE=1 skips the retries."
         raise ModelError(f"model.path = {path!r}: {place} could not be loaded as a {what}: {reason}") from error

@@ -118,11 +118,15 @@ def empty_pass(*, device: torch.device | str, exact: bool = False) -> Packed:
     )
 
 
+def packed_hidden(model: PreTrainedModel, packed: Packed, *, exact: bool = False) -> Tensor:
+    """[targets, width]: the hidden state that predicts each target."""
+    context = make_context(packed.layout, packed.token_ids.device, exact)
+    return hidden_states(model, packed.token_ids, packed.positions, context).index_select(0, packed.rows)
+
+
 def packed_logprobs(model: PreTrainedModel, head: Head, packed: Packed, *, exact: bool = False) -> tuple[Tensor, Tensor]:
     """(logprob, entropy) of every target from one forward pass; differentiable. It does not replay routing: its caller does."""
-    context = make_context(packed.layout, packed.token_ids.device, exact)
-    hidden = hidden_states(model, packed.token_ids, packed.positions, context)
-    rows = hidden.index_select(0, packed.rows)
+    rows = packed_hidden(model, packed, exact=exact)
     return head.logprobs(rows, packed.wanted, packed.temperatures, allowed=packed.allowed)
 
 

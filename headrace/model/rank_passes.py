@@ -12,7 +12,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headrace.model.pass_planning import Unit, _siblings, num_pairs, num_rows
+from headrace.model.pass_planning import Unit, _siblings, _unit, num_pairs, num_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ class _Passes:
         if before is not None:
             rows, cost = rows - num_rows(before, self._lengths), cost - self._cost(before, self._lengths)
         if members:
-            unit = Unit(members, self._clusters[cluster].prefix if len(members) > 1 else 0)
+            unit = _unit(members, self._clusters[cluster].prefix)
             rows, cost = rows + num_rows(unit, self._lengths), cost + self._cost(unit, self._lengths)
         return rows, cost
 
@@ -71,7 +71,7 @@ class _Passes:
         each.rows, each.cost = self.with_members(each, cluster, members)
         each.clusters.pop(cluster, None)
         if members:
-            each.clusters[cluster] = Unit(members, self._clusters[cluster].prefix if len(members) > 1 else 0)
+            each.clusters[cluster] = _unit(members, self._clusters[cluster].prefix)
 
     def members(self, each: _Pass, cluster: int) -> tuple[int, ...]:
         return each.clusters[cluster].members if cluster in each.clusters else ()
@@ -101,12 +101,11 @@ class _Passes:
             self.set(each, cluster, tuple(sorted((*taken, *part))))
             rest = tuple(member for member in members if member not in part)
             if rest:
-                unit = Unit(rest, self._clusters[cluster].prefix if len(rest) > 1 else 0)
+                unit = _unit(rest, self._clusters[cluster].prefix)
                 heapq.heappush(waiting, (-cost(unit, lengths), cluster, rest))
         return True
 
     def even_out(self) -> None:
-        """Move rollouts from the pass furthest above its target to those furthest below."""
         for _ in range(_MOST_MOVES):
             dearest = max(self.all, key=_level)
             if dearest.level <= _EVEN:

@@ -34,7 +34,6 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:  # noqa: ANN401  (transformers' configs share no typed surface)
-        """From a transformers configuration."""
         text = config.get_text_config()
 
         def number(*names: str, otherwise: int = 0) -> int:

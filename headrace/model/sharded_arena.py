@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.model.arena import ALIGNMENT, Arena, Layout, Slot, _lay_out, _memory, held_tensors
-from headrace.model.sharded_weights import ShardedWeights
+from headrace.model.arena import ALIGNMENT, Arena, Layout, ShardedWeights, Slot, _lay_out, _memory, held_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,9 +49,7 @@ class Group:
 class ShardedArena(Arena):
     """One rank's slices. `slots` and `views` are of pieces of tensors, in one dimension; a rank may have none of a tensor."""
 
-    def __init__(
-        self, slots: Mapping[str, Slot], *, device: torch.device, first: Mapping[str, int], whole: Mapping[str, Slot]
-    ) -> None:
+    def __init__(self, slots: Mapping[str, Slot], *, device: torch.device, first: Mapping[str, int], whole: Layout) -> None:
         super().__init__(slots, device=device)
         self.first, self.whole_slots = first, whole  # of each piece: its first element; of each tensor: its place in one arena
         self.units: list[list[Group]] = []
@@ -115,7 +112,6 @@ class ShardedArena(Arena):
         return arena
 
     def piece(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, in one dimension."""
         return tensor.reshape(-1)[self.first[name] :][: math.prod(self.slots[name].shape)]
 
     def whole_gradient(self, name: str) -> Tensor | None:

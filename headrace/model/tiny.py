@@ -42,7 +42,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_config(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """The model's shape."""
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,

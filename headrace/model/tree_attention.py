@@ -145,9 +145,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-    found = tree_attention_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
-    has_sinks = ctx.saved_tensors[3] is not None
-    return (*found[:3], found[3] if has_sinks else None, *[None] * 6)
+    saved = ctx.saved_tensors  # read once: torch 2.11 computes a checkpoint again for it, and refuses to do so twice
+    found = tree_attention_backward(gradient, *saved, *ctx.numbers)
+    return (*found[:3], found[3] if saved[3] is not None else None, *[None] * 6)
 
 
 tree_attention.register_autograd(_backward, setup_context=_setup)

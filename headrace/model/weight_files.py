@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-_HELD_AS = "headrace_weight_files"
+HELD_AS = "headrace_weight_files"  # by a model that was loaded without its weights
 
 
 class WeightFiles:
@@ -157,11 +157,7 @@ def leave_meta(model: nn.Module) -> None:
                 module._parameters[name] = made[id(old)]
 
 
-def put_files(model: PreTrainedModel, files: WeightFiles) -> None:
-    model.__dict__[_HELD_AS] = files
-
-
 def take_files(model: PreTrainedModel) -> WeightFiles | None:
     """The files of a model that was loaded without its weights, once; None of any other."""
-    found: WeightFiles | None = model.__dict__.pop(_HELD_AS, None)
+    found: WeightFiles | None = model.__dict__.pop(HELD_AS, None)
     return found

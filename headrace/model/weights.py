@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from bisect import bisect_right
 from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -11,17 +14,19 @@ import numpy as np
 import torch
 
 from headrace.errors import SyncError
-from headrace.model.arena import Arena, held_tensors, lay_out
+from headrace.model.arena import Arena, held_tensors, lay_out, side_stream
 from headrace.records import Manifest, TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
 
-    from headrace.model.arena import Layout
+    from headrace.model.arena import Layout, Slot
     from headrace.records import Array, WeightUpdate
 
+    Inspect = Callable[[Arena], tuple[Array, str | None]]
+    """An arena's checksums [tensors] in the order of the slots, and the name of its first tensor with NaN or infinity."""
 
 _WORDS_ON_CPU = 1 << 17  # stays in the CPU's cache: 25 times as fast as parts of gigabytes
 _WORDS_ON_GPU = 1 << 26
@@ -67,34 +72,27 @@ def checksum(tensor: Tensor, *, first_word: int = 0) -> int:
     return int(torch.stack(sums).sum()) & 0xFFFFFFFFFFFFFFFF  # all 64 bits: a flipped sign shows only in the highest
 
 
-def describe(tensors: Mapping[str, Tensor]) -> Manifest:
-    """Names, dtypes and shapes; checksums are left at 0."""
+def describe(tensors: Mapping[str, Tensor] | Mapping[str, Slot]) -> Manifest:
+    """Names, dtypes and shapes, of tensors or of their slots; checksums are left at 0."""
     return Manifest.of(
         TensorInfo(
             name=name,
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            num_bytes=tensor.nbytes,
-            checksum=0,
+            num_bytes=math.prod(tensor.shape) * tensor.dtype.itemsize,
         )
         for name, tensor in tensors.items()
     )
 
 
-class Inspector:
-    """Checksums of arenas of one layout, and their first tensor with NaN or infinity; on a GPU, one launch per dtype."""
+def make_inspector(arena: Arena, *, first_words: Mapping[str, int] = MappingProxyType({})) -> Inspect:
+    """For arenas of one layout, on one device; on a GPU, it is one launch per dtype. `first_words`: of tensors that are a range
+    of a larger one, the place of their first 64-bit word in it."""
+    if arena.device.type == "cuda":
+        from headrace.model.checksum_kernel import FlatTables
 
-    def __init__(self, arena: Arena, *, first_words: Mapping[str, int] = MappingProxyType({})) -> None:
-        """`first_words`: of tensors that are a range of a larger one, the place of their first 64-bit word in it."""
-        self._inspect: Callable[[Arena], tuple[Array, str | None]] = partial(_inspect, first_words=first_words)
-        if arena.device.type == "cuda":
-            from headrace.model.checksum_kernel import FlatTables
-
-            self._inspect = FlatTables(arena, first_words).inspect
-
-    def look(self, arena: Arena) -> tuple[Array, str | None]:
-        """(checksums [tensors] in the order of the slots, name of the first tensor with NaN or infinity, or None)."""
-        return self._inspect(arena)
+        return FlatTables(arena, first_words).inspect
+    return partial(_inspect, first_words=first_words)
 
 
 def _inspect(arena: Arena, *, first_words: Mapping[str, int]) -> tuple[Array, str | None]:
@@ -110,23 +108,39 @@ def _inspect(arena: Arena, *, first_words: Mapping[str, int]) -> tuple[Array, st
     return sums, None
 
 
-class StagingBuffer:
-    """Where a transport writes new weights: the second set of tensors, as bytes in the layout of the update's manifest."""
+class ByteTarget:
+    """Where a transport writes an image of tensors: runs of memory, each at its place among the image's bytes."""
 
-    def __init__(self, arena: Arena, *, running: Arena, check: Callable[[], None]) -> None:
-        self._arena, self._running = arena, running
-        self.num_bytes, self.views = arena.num_bytes, arena.views
-        self.check = check  # raises if the receiver has given up the update
+    def __init__(
+        self, runs: Iterable[tuple[int, Tensor]], *, num_bytes: int, views: Mapping[str, Tensor], check: Callable[[], None]
+    ) -> None:
+        """`check` raises if the receiver has given up the update."""
+        self.num_bytes, self.views, self.check = num_bytes, views, check
+        self._runs = sorted(runs, key=itemgetter(0))
+        self._stops = [start + len(run) for start, run in self._runs]
 
     def write(self, start: int, piece: Tensor) -> None:
         """Copy bytes to offset `start`; the caller may then reuse a `piece` in host memory."""
         self.check()
-        memory = self._arena.memory
-        if not 0 <= start <= start + len(piece) <= len(memory):
-            raise SyncError(f"{len(piece)} bytes arrived for place {start} of {len(memory)}")
-        memory[start : start + len(piece)].copy_(piece)
-        if memory.is_cuda and not piece.is_cuda:  # a piece on a GPU is not reused before the receipt
-            torch.cuda.current_stream(memory.device).synchronize()
+        stop = start + len(piece)
+        if not 0 <= start <= stop <= self.num_bytes:
+            raise SyncError(f"{len(piece)} bytes arrived for place {start} of {self.num_bytes}")
+        for at, run in self._runs[bisect_right(self._stops, start) :]:
+            if at >= stop:
+                break
+            low, high = max(at, start), min(at + len(run), stop)
+            run[low - at : high - at].copy_(piece[low - start : high - start])
+        device = self._runs[0][1].device
+        if device.type == "cuda" and not piece.is_cuda:  # a piece on a GPU is not reused before the receipt
+            torch.cuda.current_stream(device).synchronize()
+
+
+class StagingBuffer(ByteTarget):
+    """The second set of tensors, as bytes in the layout of the update's manifest."""
+
+    def __init__(self, arena: Arena, *, running: Arena, check: Callable[[], None]) -> None:
+        super().__init__([(0, arena.memory)], num_bytes=arena.num_bytes, views=arena.views, check=check)
+        self._arena, self._running = arena, running
 
     def take_running(self) -> list[Tensor]:
         """Start from the running weights; returns the flat buffers to change, one per dtype, sorted by its name."""
@@ -149,12 +163,12 @@ class StagedWeights:
     def __init__(self, model: nn.Module, *, arena: Arena | None = None, in_place: bool | None = None) -> None:
         self.arena = Arena.adopt(model) if arena is None else arena  # always what the model runs on
         self._in_place = self.arena.device.type == "cuda" if in_place is None else in_place
-        self._own = describe(self.arena.views)
+        self._own = describe(self.arena.slots)
         self._own_slots = lay_out(self._own)  # as they are sent: unlike the arena's, if tensors share memory there
         if self._own_slots == self.arena.slots:
             self._own_slots = self.arena.slots  # compared quickly with every update
         self._staging: Arena | None = None
-        self._inspector: Inspector | None = None
+        self._inspect: Inspect | None = None
         self._is_whole = self._is_given_up = False
         self._fill_stream: torch.cuda.Stream | None = None
         self._exchanged: torch.cuda.Event | None = None
@@ -177,8 +191,8 @@ class StagedWeights:
             if arena is not staging:
                 for name, view in arena.views.items():
                     staging.views[name].copy_(view)
-            inspector = self._inspector = self._inspector or Inspector(staging)
-            sums, odd = inspector.look(staging)
+            inspect = self._inspect = self._inspect or make_inspector(staging)
+            sums, odd = inspect(staging)
         receipt = self._own.with_checksums(sums)
         if receipt != update.manifest:
             sent = {info.name: info for info in update.manifest}
@@ -221,19 +235,15 @@ class StagedWeights:
     def _filling(self) -> Iterator[None]:
         """On a GPU, work queued within has its own stream, so that it and decode steps do not queue behind each other. It waits
         for the last exchange and for this thread's earlier work, and is done at the exit."""
-        device = self.arena.device
-        if device.type != "cuda":
-            yield
-            return
-        stream = self._fill_stream = self._fill_stream or torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        if self._exchanged is not None:
-            stream.wait_event(self._exchanged)
-        try:
-            with torch.cuda.stream(stream):
+        with side_stream(self.arena.device, self._fill_stream) as stream:
+            self._fill_stream = stream
+            if stream is not None and self._exchanged is not None:
+                stream.wait_event(self._exchanged)
+            try:
                 yield
-        finally:
-            stream.synchronize()
+            finally:
+                if stream is not None:
+                    stream.synchronize()
 
     def _check_wanted(self, update: WeightUpdate) -> None:
         if self._is_given_up:

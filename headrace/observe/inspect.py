@@ -25,6 +25,8 @@ def _version(file: Path) -> int:
 
 def read_rollouts(folder: Path, step: int | None = None) -> tuple[int, list[Rollout]]:
     """(version, its rollouts) of `step`, by default the last whose rollouts were kept."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; `ls runs/` shows the runs that were started here")
     steps = [_version(file) for file in kept_files(folder)]
     if not steps:
         raise ConfigError(f"{folder} holds no rollouts; is it a run folder? (observe.keep_rollouts_every keeps them)")

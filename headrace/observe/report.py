@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str, str, float | None]], *, folder: Path) -> str:
     """Success before and after, where the time went, the accounting, the checkpoint, three rollouts."""
-    seconds, tokens, lag = summary["seconds"], summary["tokens"], summary["lag"]
+    seconds, tokens, lag, depth = summary["seconds"], summary["tokens"], summary["lag"], summary["staleness"]
+    why = depth["why"]  # of what `staleness.max_lag = "auto"` chose
     by = f" by {summary['stopped_by']}" if summary["status"] == "stopped" else ""
     lines = ["", f"{summary['status']}{by}   version {summary['version']} of {summary['steps']}"]
     if summary["held_out"]["before"]:
@@ -21,11 +22,11 @@ def final_report(summary: dict[str, Any], equation: str, samples: list[tuple[str
     elif summary["reward_first"] is not None:
         lines += [f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} (no held-out tasks are given)"]
     lines += [
-        f"time       {seconds['rl']:.1f} s of RL, setup {seconds['setup']:.1f} s, SFT {seconds['warmup']:.1f} s, "
+        f"time       {seconds['rl']:.1f} s of RL, setup {seconds['setup']:.1f} s, model and SFT {seconds['warmup']:.1f} s, "
         f"evaluation {seconds['evaluate']:.1f} s, first step {seconds['first_step']:.1f} s after the command",
         f"tokens     {tokens['trained']:,} trained of {tokens['sampled']:,} sampled, {tokens['wasted']:,} wasted; "
         f"lag {lag['mean']:.2f} on average, {lag['max']} at most",
-        *_depth_lines(**summary["staleness"]),
+        *([f"max_lag    {depth['max_lag']}: {depth['depth']:.2f} versions ahead at the end, because {why}"] if why else []),
         *_lending_lines(summary["lending"]),
         _memory_line(summary["memory"]),
         "",
@@ -72,11 +73,6 @@ def _held_out_lines(
         others = [f", greedy {change(greedy)}"] if greedy in {**before, **after} else []
         lines.append(f"{title} {change(success)} solved at temperature {temperature:g}{''.join(others)}{of}")
     return lines
-
-
-def _depth_lines(max_lag: float | str, depth: float | None, why: str) -> list[str]:
-    """What `staleness.max_lag = "auto"` chose, and why."""
-    return [f"max_lag    {max_lag}: {depth:.2f} versions ahead at the end, because {why}"] if why else []
 
 
 def _lending_lines(lending: dict[str, Any] | None) -> list[str]:

@@ -99,9 +99,10 @@ class Timeline:
 
     def __init__(self, role: str, *, on_slice: OnSlice | None = None) -> None:
         self.role = role
-        self.totals = dict.fromkeys(STATES[role], 0.0)
-        self.occupied = 0
-        self.slots = 0
+        self._counted = dict.fromkeys((*STATES[role], "occupied", "slots"), 0.0)
+        """Seconds in every state, and decode steps' slots, since it was made."""
+        self._left_out = dict(self._counted)
+        """What of these is before or beside the window that `shares` covers."""
         self._on_slice = on_slice
         self._slicer = Slicer()
         self._state = IDLE[role]
@@ -110,11 +111,23 @@ class Timeline:
         self._since = time.perf_counter()
         self._lock = threading.Lock()  # held while a span is closed, because a process's `report` comes from another thread
 
+    @property
+    def totals(self) -> dict[str, float]:
+        """Seconds in every state, of the window."""
+        return {state: max(0.0, self._counted[state] - self._left_out[state]) for state in STATES[self.role]}
+
+    @property
+    def occupied(self) -> int:
+        """Slots in use, summed over decode steps."""
+        return int(self._counted["occupied"] - self._left_out["occupied"])
+
+    @property
+    def slots(self) -> int:
+        return int(self._counted["slots"] - self._left_out["slots"])
+
     def start(self) -> None:
         """Start the window that `shares` covers."""
-        self.totals = dict.fromkeys(STATES[self.role], 0.0)
-        self.occupied = self.slots = 0
-        self._since = time.perf_counter()
+        self._left_out, self._since = dict(self._counted), time.perf_counter()
 
     def enter(self, state: str, *, at: float | None = None) -> None:
         """Change to another state, now or as of an earlier moment of the current span."""
@@ -167,25 +180,27 @@ class Timeline:
 
     def count(self, *, occupied: int, slots: int) -> None:
         """Add a decode step's slot occupancy."""
-        self.occupied += occupied
-        self.slots += slots
+        self._counted["occupied"] += occupied
+        self._counted["slots"] += slots
 
     def shares(self) -> dict[str, float]:
         """Each state's share of the window so far; they sum to 1."""
         self._close(time.perf_counter())
-        window = sum(self.totals.values())
-        return {state: total / window if window else float(state == IDLE[self.role]) for state, total in self.totals.items()}
+        totals = self.totals
+        window = sum(totals.values())
+        return {state: total / window if window else float(state == IDLE[self.role]) for state, total in totals.items()}
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
         """The time in this block is not part of the window."""
         self._close(time.perf_counter())
-        kept = dict(self.totals), self.occupied, self.slots
+        before = dict(self._counted)
         try:
             yield
         finally:
             self._close(time.perf_counter())
-            self.totals, self.occupied, self.slots = kept
+            for name, value in self._counted.items():
+                self._left_out[name] += value - before[name]
 
     def end(self) -> None:
         """The run is over: show what was not yet shown."""
@@ -196,8 +211,8 @@ class Timeline:
         span = now - self._since
         if span > 0:
             delayed = self._delayed(span)
-            self.totals["descheduled"] += delayed
-            self.totals[self._state] += span - delayed
+            self._counted["descheduled"] += delayed
+            self._counted[self._state] += span - delayed
             finished = self._slicer.add(self._state, self._since, now)
             if finished is not None:
                 self._show(finished)
@@ -225,7 +240,7 @@ class ProcessTimeline(Timeline):
     def report(self) -> dict[str, Any]:
         """Totals since the process started, and the slices since the last report. Any thread may call it."""
         with self._lock:
-            totals, state = dict(self.totals), self._state
+            totals, state = self.totals, self._state
             span = max(0.0, time.perf_counter() - self._since)
             delayed = min(span, (self._read_delay() - self._delay) / 1e9)
             totals["descheduled"] += delayed
@@ -265,9 +280,6 @@ class MirroredTimeline(Timeline):
         super().__init__(role, on_slice=on_slice)
         self._reports: dict[str, dict[str, Any]] = {}
         """Of each live process its newest, and in "" the sum of those that have ended."""
-        self._total = dict.fromkeys((*STATES[role], "occupied", "slots"), 0.0)
-        """Of all reports: seconds in every state, and slot counts, of all processes since they started."""
-        self._at_start = dict(self._total)
         self._evaluated = 0.0
 
     def take(self, name: str, report: dict[str, Any], *, is_counted: bool = True) -> None:
@@ -275,12 +287,11 @@ class MirroredTimeline(Timeline):
         if is_counted:
             newest = {**report["totals"], "occupied": report["occupied"], "slots": report["slots"]}
             before, self._reports[name] = self._reports.get(name, {}), newest
-            for key in self._total:
-                self._total[key] += newest.get(key, 0) - before.get(key, 0)
+            for key in self._counted:
+                self._counted[key] += newest.get(key, 0) - before.get(key, 0)
         if self._on_slice is not None:
             for each in report["slices"]:
                 self._on_slice(name, Slice(*each))
-        self._update()
 
     def forget(self, name: str) -> None:
         """A process has ended: its report still counts, and a restarted process may reuse the name."""
@@ -290,17 +301,8 @@ class MirroredTimeline(Timeline):
         self._reports[""] = {key: sum(report[key] for report in ended) for report in ended for key in report}
 
     def start(self) -> None:
-        self._at_start, self._evaluated = dict(self._total), 0.0
-        self._update()
-
-    @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
-        before = dict(self._total)
-        try:
-            yield
-        finally:
-            self._at_start = {name: self._at_start[name] + total - before[name] for name, total in self._total.items()}
-            self._update()
+        super().start()
+        self._evaluated = 0.0
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
@@ -311,19 +313,18 @@ class MirroredTimeline(Timeline):
         finally:
             if state == "evaluate":
                 self._evaluated += time.perf_counter() - started
-                self._update()
 
     def _close(self, now: float) -> None:
         """Do nothing: the process closes its own spans."""
 
-    def _update(self) -> None:
-        totals = {name: max(0.0, value - self._at_start[name]) for name, value in self._total.items()}
-        self.occupied, self.slots = int(totals.pop("occupied")), int(totals.pop("slots"))
-        self.totals = totals
+    @property
+    def totals(self) -> dict[str, float]:
+        totals = super().totals
         if self._evaluated:
-            evaluated = min(self._evaluated, self.totals[IDLE[self.role]])  # only idle time: it may have worked meanwhile
-            self.totals["evaluate"] += evaluated
-            self.totals[IDLE[self.role]] -= evaluated
+            evaluated = min(self._evaluated, totals[IDLE[self.role]])  # only idle time: it may have worked meanwhile
+            totals["evaluate"] += evaluated
+            totals[IDLE[self.role]] -= evaluated
+        return totals
 
 
 def at_work(budget: Budget) -> dict[str, float]:

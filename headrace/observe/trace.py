@@ -23,6 +23,7 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _PENDING_BYTES = 64 << 10
 _FIRST_TRACKS = {"trainer": 1, "scorer": 3, "engine": 5}
 _LENT = 1 << 20  # the engine on the trainer's device, behind any number of others
+_RANKS = 1 << 22  # the trainer's ranks after the first, behind all engines
 _LANES = {"": 0, ": weights": 1, ": checkpoints": 3}
 """Perfetto drops a slice that overlaps another of its track without lying inside it. Only the trainer has checkpoints."""
 _LEAST_SECONDS, _LEAST_SHARE = 50e-6, 0.02
@@ -69,7 +70,8 @@ class Trace:
         if name not in self._tracks:
             role, _, index = track.partition("-")
             number = _LENT if index == "lent" else int(index or 0)
-            self._tracks[name] = _FIRST_TRACKS[role] + 2 * number + _LANES[lane]
+            first = _RANKS + 4 * number if role == "trainer" and number else _FIRST_TRACKS[role] + 2 * number
+            self._tracks[name] = first + _LANES[lane]
             self._introduce(name)
         return self._tracks[name]
 

@@ -11,7 +11,7 @@ import torch
 
 from headrace.buffer import buffer_policy
 from headrace.config import make_recipe
-from headrace.launch import forecast_memory, lends
+from headrace.launch import forecast_memory, lends, versions_for_servers
 from headrace.lora import base_of
 from headrace.partial import pauses_unfinished
 from headrace.plan.doctor import Finding, check, size
@@ -141,13 +141,15 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     folder = shared_folder(recipe.sync.folder if recipe else "")
     if not folder.is_dir():
         return
-    free, need = shutil.disk_usage(folder).free, 2 * subject.published_bytes
-    what = f"{folder}: {size(free)} free" + (f"; two versions of the weights take {size(need)}" if need else "")
+    for_servers = 0 if recipe is None else versions_for_servers(recipe, device="cuda" if _is_on_gpu(recipe) else "cpu")
+    free, need = shutil.disk_usage(folder).free, (2 + for_servers) * subject.published_bytes
+    versions = f"{2 + for_servers} versions, {for_servers} of them for servers," if for_servers else "two versions"
+    what = f"{folder}: {size(free)} free" + (f"; {versions} of the weights take {size(need)}" if need else "")
     if free >= max(need, 1):
         yield Finding("ok", what)
         return
     transport = recipe.sync.transport if recipe is not None and not recipe.is_inline else ""
-    is_used = transport == "auto" or (transport and transport_class(transport).uses_folder)
+    is_used = for_servers or transport == "auto" or (transport and transport_class(transport).uses_folder)
     fix = f"make it larger: `mount -o remount,size={need // 10**9 + 1}G {folder}`, or --shm-size of a container"
     if folder != shared_folder():
         fix = "make room there, or name another folder in sync.folder"

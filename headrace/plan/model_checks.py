@@ -104,7 +104,7 @@ def _count_in_config(path: str, config: Any) -> int:  # noqa: ANN401  (transform
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@check("recipe", fix="put the tokenizer's files beside the weights")
+@check("recipe", fix="name a folder in model.path that has the tokenizer's files beside the weights")
 def check_tokenizer(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
     path, is_builtin = recipe.model.path, recipe.model.path.startswith("builtin:")
     tokenizer = subject.tokenizer = tiny.build_tokenizer() if is_builtin else load_tokenizer(path)

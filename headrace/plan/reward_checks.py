@@ -62,7 +62,7 @@ def check_reward(
                 failed_on[outcome.reason].append(name)
         for reason, names in failed_on.items():
             shown = f"{names[0]} ({answers[names[0]]!r})" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            yield _failed(reason, shown, is_inline=recipe.is_inline)
+            yield _failed(reason, shown, columns=sorted(row), is_inline=recipe.is_inline)
         if failed_on:
             return
         values = {name: outcome.reward for name, outcome in outcomes.items() if isinstance(outcome, Scored)}
@@ -111,10 +111,12 @@ def _watched(timeout: float) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _failed(reason: str, shown: str, *, is_inline: bool) -> Finding:
-    """`shown`: the answers that it failed on."""
+def _failed(reason: str, shown: str, *, columns: list[str], is_inline: bool) -> Finding:
+    """`shown`: the answers that it failed on. `columns`: of the row that it was called with."""
     what, _, about_threads = reason.partition("; rewards are called in threads, ")
     fix = "let it score what a policy may write, be it empty or garbage, and raise for failures of its own only"
+    if shown.startswith("gold "):
+        fix = f"it fails on the right answer itself, with the columns {', '.join(columns)}: mend the reward or the rows"
     if about_threads:
         fix = about_threads.partition(": ")[2]
         if is_inline:

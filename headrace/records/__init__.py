@@ -20,6 +20,7 @@ from headrace.front_door import front_door
 
 if TYPE_CHECKING:
     from headrace.records.batch import Batch
+    from headrace.records.check import check_tokens
     from headrace.records.columns import (
         pack_batch,
         pack_episodes,
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     )
     from headrace.records.episode import UNSHAPED, Episode
     from headrace.records.expert_routing import unknown_expert, unknown_routing
-    from headrace.records.frames import WireError, decode, encode, read_frames
+    from headrace.records.first_calls import answered, is_prompt
+    from headrace.records.frames import WireError, decode, encode, read_frames, wire_errors
     from headrace.records.rollout import SAMPLED_ENTROPY, Rollout
     from headrace.records.sampling import (
         Call,

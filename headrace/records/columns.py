@@ -83,17 +83,17 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def portions(rollouts: Sequence[Rollout]) -> Iterator[slice]:
-    """Consecutive rollouts that take about one piece of a frame together; a longer one is alone."""
+def portions(num_bytes: Sequence[int]) -> Iterator[slice]:
+    """Consecutive rollouts, of which these are the bytes, that take about one piece of a frame together; a longer one is
+    alone."""
     start = total = 0
-    for at, rollout in enumerate(rollouts):
-        size = _FIXED_BYTES + rollout.num_bytes
-        if at > start and total + size > frames.PIECE:
+    for at, size in enumerate(num_bytes):
+        if at > start and total + _FIXED_BYTES + size > frames.PIECE:
             yield slice(start, at)
             start, total = at, 0
-        total += size
-    if start < len(rollouts):
-        yield slice(start, len(rollouts))
+        total += _FIXED_BYTES + size
+    if start < len(num_bytes):
+        yield slice(start, len(num_bytes))
 
 
 def pack_samplings(samplings: Sequence[Sampling]) -> dict[str, Any]:

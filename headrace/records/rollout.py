@@ -152,12 +152,18 @@ class Rollout:
             routing = merge_routing(self.expert_routing, expert_routing, num_tokens=call.stop)
         except ValueError as error:
             raise ValueError(f"rollout {self.id!r}: {error}") from None
-        mask = read_fields({"sampling_mask": sampling_mask}, id=self.id, length=call.stop)
+        if sampling_mask is not None:
+            read_fields({"sampling_mask": sampling_mask}, id=self.id, length=call.stop)
         check_tokens(new, ids=[self.id], offsets=[0, added])
         new |= {"source": np.full(added, SAMPLED, dtype=np.int8), "loss_mask": np.ones(added, dtype=bool)}
         join = grown if self.calls else _joined  # most rollouts have one call, and need no spare memory
         changes: dict[str, Any] = {name: join(getattr(self, name), array) for name, array in new.items()}
-        changes |= {"policy": policy, "lineage": lineage, **mask, "columns": self._lasting_columns(added, entropies)}
+        changes |= {
+            "policy": policy,
+            "lineage": lineage,
+            "sampling_mask": sampling_mask,
+            "columns": self._lasting_columns(added, entropies),
+        }
         changes |= {"calls": (*self.calls, call), "finish_reason": call.finish_reason, "expert_routing": routing}
         return unchecked_copy(self, changes)
 
@@ -188,13 +194,6 @@ class Rollout:
             return {}
         old = np.zeros(len(self), np.float32) if old is None else old
         return {SAMPLED_ENTROPY: grown(old, np.zeros(num_new, np.float32) if entropies is None else entropies)}
-
-    def detached(self) -> Rollout:
-        """A copy whose arrays are its own, and keep no message alive that it came in with others."""
-        changes: dict[str, Any] = {name: _joined(getattr(self, name)) for name in TOKEN_ARRAYS}
-        changes["sampling_mask"] = join_masks(None, self.sampling_mask, num_old=0, num_new=len(self))
-        changes["expert_routing"] = None if self.expert_routing is None else _joined(self.expert_routing)
-        return unchecked_copy(self, {**changes, "columns": {name: _joined(array) for name, array in self.columns.items()}})
 
     def forked(self, at: int, *, id: str) -> Rollout:
         """The first `at` tokens as a new rollout, to generate on from there. A call that spans the fork is cut and counts as
@@ -240,6 +239,11 @@ class Rollout:
             changes["calls"] = (*self.calls, *(call.moved(len(self)) for call in part.calls))
             changes["finish_reason"] = part.finish_reason
         return unchecked_copy(self, changes)
+
+    def named(self, *, id: str, episode: str, group: str, index: int, policy: str) -> Rollout:
+        """This rollout as one of a group; rewards and columns are its own."""
+        names = {"id": id, "episode": episode, "group": group, "index": index, "policy": policy}
+        return unchecked_copy(self, {**names, "rewards": {**self.rewards}, "columns": {**self.columns}})
 
     def replace(self, **changes: Any) -> Rollout:  # noqa: ANN401  (one keyword per field)
         """A copy with some fields changed; checks only what the changes could break."""

@@ -138,24 +138,26 @@ def unchecked_copy(record: Record, changes: dict[str, Any]) -> Record:
     kind: type[Any] = type(record)
     values_of, setters = _slots(kind)  # type: ignore[arg-type]  # classes are hashable
     made: Record = object.__new__(kind)
-    any(map(call, setters, repeat(made), values_of(record)))  # a fast loop: setters return None, so `any` runs them all
+    any(map(call, setters.values(), repeat(made), values_of(record)))  # a fast loop: `any` runs all setters, which return None
     for name, value in changes.items():
-        object.__setattr__(made, name, value)
+        setters[name](made, value)
     return made
 
 
 @cache
-def _slots(record: type) -> tuple[Callable[[object], tuple[Any, ...]], tuple[Callable[[object, Any], None], ...]]:
-    names = [f.name for f in dataclasses.fields(record)]
-    return attrgetter(*names), tuple(record.__dict__[name].__set__ for name in names)
+def _slots(record: type) -> tuple[Callable[[object], tuple[Any, ...]], dict[str, Callable[[object, Any], None]]]:
+    """What reads all fields, and what sets each."""
+    names = [each.name for each in dataclasses.fields(record)]
+    return attrgetter(*names), {name: record.__dict__[name].__set__ for name in names}
 
 
 def unchecked_many(record: type[Record], columns: Mapping[str, Sequence[Any]], *, num: int) -> list[Record]:
     """`num` records made without checks, from one column of values per field."""
     made: list[Record] = list(map(object.__new__, repeat(record, num)))
+    _, setters = _slots(record)  # type: ignore[arg-type]  # classes are hashable
     for name, column in columns.items():
         assert len(column) == num
-        any(map(record.__dict__[name].__set__, made, column))
+        any(map(setters[name], made, column))
     return made
 
 

@@ -1,7 +1,8 @@
 """The run: when each part of training happens. The other rooms do the work; this one calls them.
 
 - `loops`: feed, generate, score and train. Start here.
-- `state`, `policy`, `in_flight`: what the loops share, the state of each policy, and the record of each episode in flight.
+- `state`, `policy`: what the loops share, and the state of each policy: its trainer and the batches in training.
+- `policy_groups`, `in_flight`: a policy's groups until they are trained, and the record of each episode in flight.
 - `batches`, `publishing`: turn groups into batches for the trainer, and deliver new weights to the engines.
 - `callbacks`, `changes`: users' objects that are called between versions, and settings changed while the run goes on.
 - `session`, `evaluate`, `checkpoint`, `metrics`, `ledger`: what happens between versions, and what a run leaves on disk.
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from headrace.run.evaluate import Evaluation, Evaluator, task_id
     from headrace.run.in_flight import EpisodeInFlight
     from headrace.run.loops import leg, run_loops, serving
-    from headrace.run.policy import POLICY, PolicyState
+    from headrace.run.policy import PolicyState
+    from headrace.run.policy_groups import POLICY
     from headrace.run.publishing import make_canary
     from headrace.run.session import Session, fewer_gc_pauses
     from headrace.run.settings import CheckpointSettings, EvaluateSettings, SftSettings

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 
-from headrace.buffer import Group, JournalError
+from headrace.buffer import Facts, Group, JournalError
 from headrace.durable import fingerprint, sync
 from headrace.records import frames, pack_episodes, pack_rollouts, unpack_episodes
 
@@ -64,8 +63,7 @@ class Checkpoint:
         episodes."""
         for entry in self._read(BUFFER):
             if "lost" in entry:
-                num_episodes, num_sampled = entry["lost"]
-                yield Group.lost(entry["number"], num_episodes=num_episodes, num_sampled=num_sampled)
+                yield Group(entry["number"], (), told=Facts([], {}, *entry["lost"]))
             else:
                 yield Group(**(entry | {"episodes": tuple(unpack_episodes(entry["episodes"]))}))
 
@@ -237,6 +235,8 @@ def checkpoints_in(*parents: Path) -> list[Path]:
 
 def random_state() -> dict[str, Any]:
     """State of the global generators that a user's reward or loss may use."""
+    import torch  # not at the top: who lists checkpoints need not wait for it
+
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -247,6 +247,8 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
+    import torch
+
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]

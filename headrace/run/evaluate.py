@@ -17,7 +17,7 @@ from headrace.envs import CallLimit, EngineClient, run_episode
 from headrace.imports import import_name
 from headrace.records import InfraAbort, Invalid, Sampling
 from headrace.run.estimates import TaskScore, estimates
-from headrace.run.policy import MAX_ATTEMPTS
+from headrace.run.policy_groups import MAX_ATTEMPTS
 from headrace.score import RewardError
 from headrace.settings import to_dict
 from headrace.user_code import UserThread

@@ -1,17 +1,13 @@
-"""The state of one policy: its version, trainer, and groups from submission to training."""
+"""The state of one policy: its version, its trainer and the batches in training, and what a checkpoint has of it."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import logging
-import math
 from typing import TYPE_CHECKING, Any
 
-from headrace.algorithms import unwanted
-from headrace.buffer import Entry, Group, JournalError, buffer_capacity, make_buffer, num_sampled, open_journal, units_per_group
-from headrace.envs import can_resume
-from headrace.records import InfraAbort, Invalid, Scored
+from headrace.buffer import Group, JournalError
 from headrace.run.batches import (
     StartedBatch,
     TermWeights,
@@ -22,328 +18,46 @@ from headrace.run.batches import (
     term_metrics,
     with_column,
 )
-from headrace.run.in_flight import EpisodeInFlight, GroupInFlight, InFlightTable
-from headrace.run.ledger import Ledger
+from headrace.run.in_flight import GroupInFlight
 from headrace.run.metrics import NotFiniteGradient, SkippedSteps
-from headrace.run.pace import Pace
-from headrace.run.recovered import RecoveredGroups
-from headrace.run.retries import Retries
-from headrace.staleness import LengthBias, Rejection, groups_ahead, is_automatic, make_gate
+from headrace.run.policy_groups import PolicyGroups
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable
 
-    from headrace.buffer import Place
     from headrace.config import Recipe
     from headrace.observe import Observer, Signal
-    from headrace.records import Episode
     from headrace.run.checkpoint import Checkpoint
     from headrace.run.state import Roles
     from headrace.sync import Lineage
 
 log = logging.getLogger(__name__)
-POLICY = "policy"
-"""The policy's name in a run with a single policy."""
-MAX_ATTEMPTS = 3
-"""Runs of an episode before an infrastructure failure counts as failed."""
 
 
-class NoProgress(RuntimeError):
-    """Group after group is dropped and none is trained."""
-
-
-class PolicyState:
+class PolicyState(PolicyGroups):
     """Everything a run keeps per policy. The loops decide when it changes."""
 
     def __init__(self, name: str, recipe: Recipe, roles: Roles, *, lineage: Lineage, observer: Observer, room: Signal) -> None:
-        """`room` wakes `feed` when it may be able to submit again."""
-        self.name, self.recipe, self.lineage = name, recipe, lineage
+        super().__init__(name, recipe, roles, lineage=lineage, observer=observer, room=room)
         self.trainer = roles.trainers[name]
         self._reward_weights = roles.scorer.weights
         rollouts = tuple(rollout.replace(policy=name) for rollout in roles.canary.rollouts)
         self.canary = dataclasses.replace(roles.canary, rollouts=rollouts)
-        self._room, self._tasks = room, roles.tasks
         self.version = 0
         """The newest trained version."""
-        self.held_version = 0
-        """The newest version held by every engine; the gate counts from it."""
         self.publication: asyncio.Task[None] | None = None
         """The delivery of the newest version to the engines."""
         self.sync_metrics: dict[str, float] = {"canary": 0.0, "failed_syncs": 0}
         """Of the last update: mean |Δ logprob| between engine and trainer, bytes sent, bytes of all the weights. `failed_syncs`
         counts updates that an engine rejected and that were sent again."""
-        self.started: list[StartedBatch] = []
-        """Batches in training, oldest first."""
         self.term_weights = TermWeights(recipe.train.kl, recipe.train.entropy)
         """Of KL and entropy bonus, before the next version."""
         self.has_whole_version = True
         """The trainer's weights are exactly `version`, not between two versions."""
         is_elsewhere = not self.trainer.is_inline
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer, in_thread=is_elsewhere)
-        self._num_engines = recipe.engine.num_engines
-        """Whose slots bound what is in flight: more than the recipe has may have joined."""
-        self.gate = make_gate(recipe)
-        self._shares_device = roles.shares_device
-        self.pace = Pace(recipe, shares_device=roles.shares_device) if is_automatic(recipe) else None
-        """Moves the gate's depth, with `staleness.max_lag = "auto"`."""
-        self._units = units_per_group(recipe)
-        self.in_flight = InFlightTable(roles.engine, keeps_turns=can_resume(roles.environment), units=self._units)
-        self.buffer = make_buffer(
-            recipe,
-            oldest_in_flight=lambda: self.in_flight.oldest,
-            num_in_flight=lambda: self.in_flight.num_units,
-            slots=self._gate_slots,
-            journal=open_journal(recipe, observer.folder, say=observer.screen.say),
-            on_room=room.set,
-        )
-        self.recovered = RecoveredGroups(self.buffer.journal)
-        self.ledger = Ledger(self._count_open)
-        self.submitted_groups = 0
-        self._num_dropped = 0
-        """Groups, or with `buffer.unit = "episode"` episodes, that will never be trained."""
-        self._dropped_in_a_row = 0
-        self.retries = Retries()
-        self.lengths = LengthBias()
-        self.filtered: list[float] = []
-        """Mean rewards of the groups that `[filter]` dropped since the last batch was taken."""
-        self.num_retried = 0
-        """Times that an episode was run again since this process started."""
-        self.wasted_tokens = 0
-        """Sampled tokens that will never be trained."""
-
-    def _count_open(self) -> tuple[int, int]:
-        """Rollouts buffered, including those in training, and in flight."""
-        in_training = sum(group.num_episodes for started in self.started for group in started.groups)
-        return self.buffer.num_episodes + in_training, sum(len(group.episodes) for group in self.in_flight.groups.values())
-
-    @property
-    def rejection(self) -> Rejection:
-        """Which groups are too old."""
-        return Rejection.of(self.recipe)
-
-    @property
-    def dropped_groups(self) -> int:
-        """Groups that will never be trained. Episodes lost one by one are rounded up to groups, or a batch might stay short."""
-        return -(-self._num_dropped // self._units)
-
-    def _gate_slots(self) -> int | None:
-        """Groups that the gate lets be submitted and untrained at the moment, less `partial.oversample`'s; None: no gate."""
-        depth = self.gate.depth
-        return None if depth is None else groups_ahead(depth + 1, self.recipe.train.groups_per_batch)
-
-    def use(self, recipe: Recipe) -> None:
-        """Settings have changed. In exact mode the gate, which lets groups in ahead of training, is renewed for each leg. With
-        a smaller lag it stays closed until enough of what is ahead has been trained or rejected."""
-        self.recipe, self.buffer.capacity = recipe, buffer_capacity(recipe, slots=self._gate_slots)
-        if not recipe.exact:
-            self.renew_gate()
-
-    def count_engines(self, num_engines: int) -> None:
-        """Engines have joined or left: where only their slots bound what is in flight, the bound follows."""
-        if self.pace is not None:
-            self.pace.slots = self.recipe.engine.slots * num_engines
-        if num_engines != self._num_engines:
-            self._num_engines = num_engines
-            if not self.gate.bounds_in_flight:
-                self.renew_gate()
-
-    @property
-    def _max_in_flight(self) -> float:
-        """Limit on groups in flight where no gate sets one: those that wait for their last episode or for a slow reward."""
-        train, calls = self.recipe.train, max_generate_calls(self.recipe, self._num_engines)
-        return math.inf if self.gate.bounds_in_flight else 4 * max(train.groups_per_batch, calls // train.group_size)
-
-    def renew_gate(self) -> None:
-        """By the recipe, or to the depth that the controller has chosen."""
-        if not is_automatic(self.recipe):
-            self.pace = None
-        elif self.pace is None:
-            self.pace = Pace(self.recipe, shares_device=self._shares_device)
-        depth = None if self.pace is None else self.pace.controller.depth
-        self.gate = make_gate(self.recipe, depth=depth, num_engines=self._num_engines)
-        self.buffer.update()  # its window follows the gate
-        self._room.set()
-
-    # Submitting
-
-    def has_room(self) -> bool:
-        """Whether gate and buffer admit another group."""
-        if self.buffer.is_full or len(self.in_flight) >= self._max_in_flight:
-            return False
-        counts = {"submitted": self.submitted_groups, "dropped": self.dropped_groups}
-        return self.gate.is_open(version=self.held_version, unfinished=self.in_flight.num_unfinished, **counts)
-
-    @property
-    def num_missing(self) -> int:
-        """Groups that the next batch lacks."""
-        return max(0, self.recipe.train.groups_per_batch - self.buffer.num_available // self._units)
-
-    def next_task(self) -> Task:
-        """For the next group: one that was rejected, or another."""
-        return self.retries.next_task(self.submitted_groups) or self._tasks.next()
-
-    async def read_ahead(self, number: int | None = None) -> bool:
-        """Read what the journal has of this group, or of the next to be submitted; returns whether that took any time."""
-        first = (self.submitted_groups if number is None else number) * self._units
-        return await self.recovered.read_ahead(first, first + self._units)
-
-    def submit(self, task: Task) -> list[EpisodeInFlight]:
-        """Add a new group and return its episodes, but those that the journal has."""
-        group = self._add_group(self.submitted_groups, task)
-        self.submitted_groups += 1
-        self.ledger.submitted += len(group.episodes)
-        self._take_recovered(group)
-        return [record for record in group.episodes if record.ended is None]
-
-    def _take_recovered(self, group: GroupInFlight) -> None:
-        """Collect what the journal has of a group, as if it had been generated and scored now."""
-        for place, episodes in self.recovered.take(group, number=self.in_flight.number):
-            records = {record.id: record for record in group.episodes}
-            for episode in episodes:
-                self.collect(records[episode.id], episode, place=place)
-            self.recovered.release(place)
-
-    def _add_group(self, number: int, task: Task, *, indexes: Iterable[int] | None = None) -> GroupInFlight:
-        name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # seeds derive from it
-        group = GroupInFlight(self.name, name, number, task)
-        self.in_flight.add(group, indexes=range(self.recipe.train.group_size) if indexes is None else indexes)
-        return group
-
-    # Collecting
-
-    def is_retried(self, record: EpisodeInFlight, episode: Episode) -> bool:
-        """Whether to run the episode again: an infrastructure failure ended it, and attempts are left."""
-        if not isinstance(episode.outcome, InfraAbort) or record.attempt >= MAX_ATTEMPTS:
-            return False
-        self.wasted_tokens += num_sampled([episode])
-        self.num_retried += 1
-        if self.num_retried == 1:
-            log.warning("an episode failed and is run again; later ones are counted as `retried`: %s", episode.outcome.reason)
-        record.partials.clear()
-        record.attempt += 1
-        self.in_flight.end(record, None)
-        return True
-
-    def collect(self, record: EpisodeInFlight, episode: Episode, *, place: Place | None = None) -> None:
-        """Record an episode's outcome. What is complete goes to the buffer, or is dropped if too few episodes were scored: a
-        group or, with `buffer.unit = "episode"`, this episode. `place`: where the journal has it."""
-        group, num_before = record.group, self.buffer.num_available // self._units
-        self.in_flight.end(record, episode)
-        self._room.set()
-        ended = [each.ended for each in self.in_flight.leave(record) if each.ended is not None]
-        if not ended:
-            return
-        self._keep_or_drop(record, ended, place=place)
-        if self.pace is not None:
-            num_arrived = max(0, self.buffer.num_available // self._units - num_before)
-            self.pace.completed(submitted_at=group.submitted_at, num_arrived=num_arrived)
-
-    def _keep_or_drop(self, record: EpisodeInFlight, ended: list[Episode], *, place: Place | None) -> None:
-        """Put what is complete into the buffer, or drop it if too few of its episodes were scored."""
-        group, reason = record.group, self._settle_unscored(ended)
-        scored = tuple(member for member in ended if isinstance(member.outcome, Scored))
-        complete = Group(self.in_flight.number(record), scored, group.task.source, group.task.index)
-        group.rewards += complete.unshaped_rewards
-        self.lengths.ended(complete.number, [num_sampled([member]) for member in ended])
-        if group.name not in self.in_flight.groups:
-            self._tasks.report(group.number, group.task, group.rewards)
-        if len(scored) >= self.recipe.train.fewest_siblings:
-            if self.recipe.staleness.retries:
-                self.retries.keep(complete.number, group.task)
-            unscored = tuple(member for member in ended if not isinstance(member.outcome, Scored))
-            entry = Entry(complete, group.task_fingerprint, unscored) if self.buffer.journal else None
-            self._put(complete, entry=entry, place=place)
-            return
-        self.ledger.settle("filtered", len(scored), reason="fewer than two siblings were scored" if scored else "")
-        self._drop(complete.number, num_sampled(ended))
-        self._filter()
-        self._dropped_in_a_row += 1
-        limit = max(64, 4 * self.recipe.train.groups_per_batch) * self._units
-        if self._dropped_in_a_row >= limit:
-            what = "groups" if self._units == 1 else "episodes"
-            raise NoProgress(f"{limit} {what} in a row could not be trained; the last because: {reason}")
-
-    def _settle_unscored(self, ended: list[Episode]) -> str:
-        """Count the episodes that have no score, and return why the last of them has none."""
-        reason = ""
-        for member in ended:
-            if isinstance(member.outcome, Invalid | InfraAbort):
-                state, reason = "filtered" if isinstance(member.outcome, Invalid) else "failed", member.outcome.reason
-                log.warning("%s is %s: %s", member.id, state, reason)
-                self.ledger.settle(state, reason=reason, id=member.id)
-        return reason
-
-    def _put(self, group: Group, *, entry: Entry | None, place: Place | None) -> None:
-        self.buffer.put(group, entry=entry, place=place)
-        for oldest in self.buffer.overwritten():
-            self._reject(oldest, "overwritten")
-        self._filter()
-
-    def _filter(self) -> None:
-        """Drop what `[filter]` does not want of the groups that may leave now. `feed` submits others in their place. Only those
-        are judged: in submission order, what is dropped then does not depend on which group is complete first."""
-        settings, batch = self.recipe.filter, self.buffer.batch
-        if not settings.is_on:
-            return
-        waiting, most = self.buffer.available(), (settings.max_draws - 1) * batch - len(self.filtered)
-        for place, reason in unwanted([group.unshaped_rewards for group in waiting], settings, batch=batch, most=most).items():
-            group = waiting[place]
-            self.filtered.append(sum(group.unshaped_rewards) / len(group.unshaped_rewards))
-            self.ledger.settle("filtered", group.num_episodes, reason=reason)
-            self._drop(group.number, group.num_sampled)
-
-    def _reject(self, group: Group, reason: str) -> None:
-        self.ledger.settle("rejected", group.num_episodes, reason=reason)
-        if self.recipe.staleness.retries:
-            self.retries.add(group.number)
-        self._drop(group.number, group.num_sampled)
-
-    def _drop(self, number: int, wasted_tokens: int, *, count: int = 1) -> None:
-        self.buffer.drop(number)
-        self.lengths.dropped(number)
-        self.retries.forget(number)
-        self._num_dropped += count
-        self.wasted_tokens += wasted_tokens
-        self._room.set()
-
-    # Staleness
-
-    def reject_stale(self, version: int) -> None:
-        """Remove groups too old to train `version` from the buffer."""
-        rejection = self.rejection
-        for group in self.buffer.suspects(older_than=rejection.older_than(version)):
-            reason = rejection.reason(group, version=version, lineage=self.lineage)
-            if reason is not None:
-                self._reject(group, reason)
-        self._filter()
-
-    def staleness_metrics(self) -> dict[str, float]:
-        """How far submission runs ahead, tasks submitted again, and whether long rollouts are trained as often as short."""
-        depth = {} if self.gate.depth is None else {"staleness/depth": self.gate.depth}
-        resubmitted = {"staleness/resubmitted": self.retries.num_resubmitted} if self.recipe.staleness.retries else {}
-        return {**depth, **resubmitted, **self.lengths.metrics()}
-
-    async def cancel_over_age(self, version: int) -> None:
-        """With `partial.cancel`, after taking the batch of `version`: cancel groups too old for every later one."""
-        if self.recipe.partial.cancels and version + 1 < self.recipe.steps:
-            held = None if self.recipe.partial.leases else self.held_version
-            over_age = await self.in_flight.over_age(self.rejection, next_version=version + 1, held=held)
-            for name, tokens in over_age.items():
-                self.cancel(name, tokens)
-
-    def cancel(self, name: str, tokens: int) -> None:
-        """Cancel a group in flight for which `tokens` were sampled; another may be submitted in its place."""
-        group = self.in_flight.cancel(name)
-        self._tasks.report(group.number, group.task, group.rewards)
-        self.ledger.settle("rejected", len(group.episodes), reason="lag, cancelled in flight")
-        if self.recipe.staleness.retries:
-            self.retries.add(group.number, group.task)
-        self.lengths.cancelled([tokens // len(group.episodes)] * len(group.episodes))
-        first = self.in_flight.number(group.episodes[0])  # none of its numbers is in the buffer
-        self._drop(first, tokens, count=1 if self._units == 1 else len(group.episodes))
-        self._filter()
 
     # Training
 
@@ -379,10 +93,9 @@ class PolicyState:
     async def _load(self, started: StartedBatch) -> bool:
         """Read what waited on disk. If some cannot be read, it counts as failed, and the others go back to where they were."""
         taken = started.groups
-        if all(group.is_in_memory for group in taken):
+        if all(group.stored is None for group in taken):
             return True
         found = self.buffer.load(taken) if self.trainer.is_inline else await asyncio.to_thread(self.buffer.load, taken)
-        self.buffer.loaded(taken)
         started.groups = [group for group in found if isinstance(group, Group)]
         if len(started.groups) == len(taken):
             return True
@@ -394,10 +107,6 @@ class PolicyState:
                 log.warning("group %d is lost: %s", group.number, problem)
                 self._lose(group)
         return False
-
-    def _lose(self, group: Group) -> None:
-        self.ledger.settle("failed", group.num_episodes, reason="its copy on disk, in the journal, is damaged")
-        self._drop(group.number, group.num_sampled)
 
     def settle_trained(self, started: StartedBatch) -> None:
         """The next version is trained."""
@@ -500,8 +209,3 @@ class PolicyState:
             return is_due and rejection.reason(group, version=self.version, lineage=self.lineage) is None
 
         self.recovered.keep(is_wanted)
-
-
-def max_generate_calls(recipe: Recipe, num_engines: int = 0) -> int:
-    """Twice the slots of the engines, by default the recipe's, so that the next call is waiting when a slot frees up."""
-    return 2 * recipe.engine.slots * (num_engines or recipe.engine.num_engines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from headrace.trainer import Published
 
 _CANARY_TOKENS = 32
-_ATTEMPTS = 3
-"""Times a version is sent to the engines before the run fails."""
+_PAUSES = (1.0, 4.0)
+"""Seconds before a version is sent to the engines again; after the last time the run fails."""
 
 
 class CanaryError(RuntimeError):
@@ -52,17 +53,18 @@ async def _deliver(run: Run, policy: PolicyState, publishing: Awaitable[Publishe
     stay on their old version; it is sent again in full, unless the trainer has moved on and the next one is coming."""
     trainer, published = policy.trainer, await publishing
     await run.wake_engines()
-    for attempt in range(1, _ATTEMPTS + 1):
+    for pause in (*_PAUSES, None):
         update = published.update
         try:
             await run.roles.engine.load(update, interrupt=interrupt)
             policy.sync_metrics["canary"] = await _score_canary(run, policy, published)
         except BaseException as error:
             await trainer.abort(update)
-            if not isinstance(error, SyncError) or attempt == _ATTEMPTS:
+            if not isinstance(error, SyncError) or pause is None:
                 raise
             policy.sync_metrics["failed_syncs"] += 1
             run.observer.screen.say(f"version {update.version} was refused by every engine: {error}\n  it is sent again, whole")
+            await asyncio.sleep(pause)
         else:
             break
         try:

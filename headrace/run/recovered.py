@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from headrace.buffer import Group, JournalError, Versions, versions_of
+from headrace.buffer import Facts, Group, JournalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,11 +44,15 @@ class RecoveredGroups:
     def place(self, group: Group) -> Place | None:
         """Where the journal has this very group, and not one of that number from another life of the trainer."""
         head, place = self._found.get(group.number, (None, None))
-        return place if head is not None and head.versions == versions_of(group) else None
+        return place if head is not None and head.versions == group.versions else None
 
     def keep(self, is_wanted: Callable[[Group], bool]) -> None:
         """Forget all but these; they are asked for their number and versions only."""
-        self._found = {number: each for number, each in self._found.items() if is_wanted(_without_episodes(each[0]))}
+        self._found = {
+            number: each
+            for number, each in self._found.items()
+            if is_wanted(Group(number, (), told=Facts([], each[0].versions, 0, 0)))
+        }
         self.num_wanted = len(self._found)
         for _, place in self._found.values():
             self._pin(place)
@@ -108,9 +112,3 @@ class RecoveredGroups:
     def _pin(self, place: Place) -> None:
         assert self._journal is not None
         self._journal.pin(place)
-
-
-def _without_episodes(head: Head) -> Group:
-    group = Group(head.number, ())
-    group.__dict__["versions"] = {lineage: Versions(*versions) for lineage, versions in head.versions.items()}
-    return group

@@ -16,7 +16,7 @@ from headrace.run.checkpoint import CheckpointError, random_state, restore_rando
 from headrace.run.held_out import HeldOutEvaluations
 from headrace.run.loops import leg, run_loops
 from headrace.run.metrics import Progress, rollout_rows, settled_shares, trainer_metrics
-from headrace.run.policy import POLICY
+from headrace.run.policy_groups import POLICY
 from headrace.run.state import Run
 from headrace.settings import ConfigError
 
@@ -289,7 +289,8 @@ class Session:
         if self._is_all_tied and not was_tied and self.recipe.train.fewest_siblings > 1:
             self.observer.screen.say(
                 f"version {version}: all {len(groups)} groups are tied: within each, every rollout has the same reward, so "
-                f"there is nothing to learn; is the reward a constant, or are the tasks far too hard or too easy?"
+                f"this batch teaches nothing. If the reward is high, the tasks are solved. If it is low, is the reward a "
+                f"constant, or are the tasks far too hard?"
             )
 
     # Checkpoints

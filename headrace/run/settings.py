@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from headrace.engine import DistributionSettings
 from headrace.settings import ELASTIC, OPERATIONAL, check, check_least
 from headrace.tasks import TaskSettings  # noqa: TC001  (`settings.build` reads the hints while it runs)
 
@@ -52,26 +53,15 @@ class SftSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateSamplingSettings:
+class EvaluateSamplingSettings(DistributionSettings):
     """How held-out samples are drawn; minimum length and stop strings are those of `[sampling]`."""
 
-    temperature: float = 1.0
-    """Above 0; `evaluate.greedy` decodes greedily besides."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens that holds this much probability."""
-    min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the likeliest."""
     max_tokens: int = 0
     """At most this many new tokens, sampled or greedy; 0 takes `sampling.max_tokens`."""
 
     def __post_init__(self) -> None:
-        wanted = "a number above 0; evaluate.greedy decodes greedily"
-        check(0 < self.temperature < math.inf, "temperature", self.temperature, wanted)
-        check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        check(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
-        check_least(0, self, "top_k", "max_tokens")
+        super().__post_init__()
+        check_least(0, self, "max_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

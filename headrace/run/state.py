@@ -16,7 +16,8 @@ from headrace.partial import engines_take_turns
 from headrace.records import Sampling
 from headrace.run.lending import Lending
 from headrace.run.metrics import NotFiniteGradient
-from headrace.run.policy import PolicyState, max_generate_calls
+from headrace.run.policy import PolicyState
+from headrace.run.policy_groups import max_generate_calls
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from headrace.records import frames, pack_episodes
 from headrace.score.metric_log import MetricLog
 from headrace.score.process import ProcessEnded
 from headrace.score.signature import RewardError, Signature
-from headrace.score.workers import ProcessWorkers, TimedOut
+from headrace.score.workers import TimedOut
 from headrace.user_code import await_user
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class RewardFunction:
             tried = [self.attempt(batch, log) for batch in batches]
         else:
             attempt: Callable[[Sequence[Sample]], Any] = partial(self.attempt, log=log)
-            if isinstance(threads, ProcessWorkers):
+            if threads.has_processes:
                 attempt = partial(self._attempt_in_process, threads=threads, limit=limit, log=log)
             tried = await threads.map(attempt, batches, name=self.name, limit=limit, budget=budget)
         if any(inspect.isawaitable(found) for found in tried):  # it did not look async
@@ -207,7 +207,7 @@ class RewardFunction:
             return self._failed(error)
 
     def _attempt_in_process(
-        self, samples: Sequence[Sample], *, threads: ProcessWorkers, limit: float, log: MetricLog
+        self, samples: Sequence[Sample], *, threads: RewardWorkers, limit: float, log: MetricLog
     ) -> list[Result] | Failure:
         """`attempt` in the process of the calling worker."""
         changed = [{"state": vars(each.state), "turns": list(map(vars, each.turns)), "episode": None} for each in samples]

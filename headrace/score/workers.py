@@ -8,8 +8,8 @@
 
 The result of a call past its deadline is `TimedOut`. Threads cannot be killed, so its thread is abandoned, and its late result
 ignored; a new thread takes the remaining items. Nothing is pickled, so a reward from the user's own script works. One worker,
-the default, calls rewards one at a time and in order. `ProcessWorkers` are such threads too, but each passes its calls on to a
-process of its own, which is killed with a late call.
+the default, calls rewards one at a time and in order. For `reward.processes` there are such threads too, but each passes its
+calls on to a process of its own, which is killed with a late call.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import threading
 import time
 import traceback
 import types
-from collections import deque
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from headrace.score.process import RewardProcess
@@ -61,18 +61,14 @@ class _Job:
         self.function, self.items, self.name = function, items, name
         self.limit, self.budget = limit, budget
         self.results: list[Any] = [TimedOut()] * len(items)
+        self.num_left = len(items)
         self.error: BaseException | None = None
-        self.taken = 0
-        """Items that a worker has taken, or that are given up."""
+        self.is_over = False
+        """Nobody waits for what is left of it."""
         self.began = math.inf
         self.context = contextvars.copy_context()
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self.loop.create_future()
-
-    def wake(self) -> None:
-        """End the wait of `map`."""
-        if not self.done.done():
-            self.done.set_result(None)
 
 
 class _Worker(threading.Thread):
@@ -84,42 +80,50 @@ class _Worker(threading.Thread):
     """When the call began; in the future while its process is being started."""
     is_abandoned = False
     process: RewardProcess | None = None
-    """The one it passes its calls on to, of `ProcessWorkers`."""
+    """The one it passes its calls on to, if it has one."""
 
 
 class RewardWorkers:
     """`num_threads` threads, started when first needed. Any number of coroutines, in any event loop, may share them."""
 
-    _ADVICE = "threads cannot be killed: give the reward a time limit of its own, make it async, or set reward.processes"
-
-    def __init__(self, num_threads: int = 1, *, timeout: float, stacks: IO[str] | None = None, num_processes: int = 0) -> None:
-        """`stacks`: the run's log, to which a watchdog (`headrace.score.watchdog`) and processes write; None: no watchdog."""
+    def __init__(
+        self,
+        num_threads: int = 1,
+        *,
+        timeout: float,
+        stacks: IO[str] | None = None,
+        num_processes: int = 0,
+        has_processes: bool = False,
+    ) -> None:
+        """`stacks`: the run's log, to which a watchdog (`headrace.score.watchdog`) and processes write; None: no watchdog.
+        `has_processes`: each thread passes its calls on to a process of its own."""
         assert num_threads >= 1 and timeout > 0
-        self.processes: ProcessWorkers | None = None
-        """For rewards that are called in processes; None: so far all are called in these threads."""
-        if num_processes:
-            self.processes = ProcessWorkers(num_processes, timeout=timeout, log=stacks)
-        self.timeout: float = timeout
+        self.timeout, self.has_processes = timeout, has_processes
         self._num_threads, self._stacks = num_threads, stacks
-        self._watchdog = None if stacks is None else Watchdog(stacks, timeout=timeout)
-        self._jobs: deque[_Job] = deque()
+        self._watchdog = None if stacks is None or has_processes else Watchdog(stacks, timeout=timeout)
+        self._calls: SimpleQueue[tuple[_Job, int] | None] = SimpleQueue()
         self._workers: list[_Worker] = []
         self._stuck: set[_Worker] = set()
         self._late_in_a_row = 0
         self._is_closed = False
         self.num_calls = 0
         """Calls that have ended, in time or not: while it rises, rewards make progress."""
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self.processes = self._with_processes(num_processes) if num_processes else None
+        """Workers for rewards that are called in processes; None: so far all are called in these threads."""
 
     @property
     def num_stuck(self) -> int:
         """Abandoned threads whose call has not returned yet."""
         return len(self._stuck)
 
-    def process_workers(self, *, is_needed: bool) -> ProcessWorkers | None:
+    def _with_processes(self, number: int) -> RewardWorkers:
+        return RewardWorkers(number, timeout=self.timeout, stacks=self._stacks, has_processes=True)
+
+    def process_workers(self, *, is_needed: bool) -> RewardWorkers | None:
         """Those that call rewards in processes; if they are needed and there are none, as many as there are threads."""
         if self.processes is None and is_needed:
-            self.processes = ProcessWorkers(self._num_threads, timeout=self.timeout, log=self._stacks)
+            self.processes = self._with_processes(self._num_threads)
         return self.processes
 
     async def map(
@@ -132,49 +136,89 @@ class RewardWorkers:
             return []
         job = _Job(function, items, name=name, limit=limit, budget=budget)
         with contextlib.nullcontext() if self._watchdog is None else self._watchdog.watching():
-            with self._changed:
+            with self._lock:
                 assert not self._is_closed
-                self._jobs.append(job)
                 while len(self._workers) < self._num_threads:
                     self._start_thread()
-                self._changed.notify_all()
+                for index in range(len(items)):
+                    self._calls.put((job, index))
             try:
                 while not job.done.done():
                     await asyncio.wait({job.done}, timeout=self._abandon_late(job.limit))
             finally:
-                with self._changed:
-                    job.taken = len(items)
+                job.is_over = True
         if job.error is not None:
             raise job.error
         return cast("list[T | TimedOut]", job.results)
+
+    def process(self, reward: dict[str, Any]) -> RewardProcess:
+        """The process of the calling worker, which has imported the reward. Called by a job's function; the time until it has
+        is not the reward's."""
+        worker, began = cast("_Worker", threading.current_thread()), time.monotonic()
+        worker.since = began + _IMPORT_SECONDS
+        if worker.process is None or worker.process.has_ended:
+            process = RewardProcess(self._stacks)
+            with self._lock:
+                worker.process = process
+                if self._is_closed:
+                    process.kill()
+        worker.process.load(reward)
+        with self._lock:
+            worker.since = time.monotonic()
+            if worker.job is not None:
+                worker.job.began += worker.since - began
+        return worker.process
 
     def close(self) -> None:
         """End idle threads now and the others after their call, without waiting for them; processes end at once."""
         if self.processes is not None:
             self.processes.close()
-        with self._changed:
+        with self._lock:
             self._is_closed = True
-            for job in self._jobs:
-                job.taken = len(job.items)
-                self._settle(job)
-            self._changed.notify_all()
+            for worker in [*self._workers, *self._stuck]:
+                if worker.process is not None:
+                    worker.process.kill()
+            for _ in self._workers:
+                self._calls.put(None)
 
-    # All of what follows is called with the lock, except `_work` and `_work_as`
+    def _work(self) -> None:
+        """A worker thread. Waits for calls; woken by `map` and `close`."""
+        worker = cast("_Worker", threading.current_thread())
+        try:
+            while not worker.is_abandoned and (taken := self._calls.get()) is not None:
+                self._call(worker, *taken)
+        finally:
+            if worker.process is not None:
+                worker.process.end()
 
-    def _start_thread(self) -> None:
-        worker = _Worker(target=self._work, name="reward", daemon=True)
-        self._workers.append(worker)
-        worker.start()
-
-    def _settle(self, job: _Job) -> None:
-        """Wake `map` if nothing is left to wait for."""
-        if job.taken == len(job.items) and all(worker.job is not job for worker in self._workers):
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
-                job.loop.call_soon_threadsafe(job.wake)
+    def _call(self, worker: _Worker, job: _Job, index: int) -> None:
+        """Call a job's function with one item, unless it is too late for that."""
+        with self._lock:
+            now = time.monotonic()
+            if self._is_closed or job.is_over or now - job.began > job.budget:
+                self._settle(job, index, TimedOut())
+                return
+            job.began = min(job.began, now)
+            worker.job, worker.index, worker.since = job, index, now
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = job.context.copy().run(job.function, job.items[index])
+        except BaseException as raised:  # noqa: BLE001  (`map` raises it again)
+            error = raised
+        with self._lock:
+            if worker.is_abandoned:
+                self._stuck.discard(worker)
+                return
+            worker.job, self._late_in_a_row = None, 0
+            self.num_calls += 1
+            if error is not None:
+                job.error, job.is_over = job.error or error, True
+            self._settle(job, index, result)
 
     def _abandon_late(self, soonest: float) -> float:
         """Abandon all calls past their deadline, of any job. Returns the seconds until the next may be."""
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
             for worker in list(self._workers):
                 if worker.job is not None:
@@ -185,120 +229,42 @@ class RewardWorkers:
                         soonest = min(soonest, left)
         return soonest
 
+    # What follows is called with the lock
+
+    def _start_thread(self) -> None:
+        worker = _Worker(target=self._work, name="reward", daemon=True)
+        self._workers.append(worker)
+        worker.start()
+
+    def _settle(self, job: _Job, index: int, result: object) -> None:
+        job.results[index] = result
+        job.num_left -= 1
+        if not job.num_left:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
+                job.loop.call_soon_threadsafe(job.done.set_result, None)
+
     def _abandon(self, worker: _Worker, job: _Job) -> None:
         cause = TimeoutError(f"no answer from reward {job.name!r} within {job.limit:g} s")
-        self._let_go(worker, cause)
+        if worker.process is not None:
+            log.warning("%s; its process is ended", cause)
+            worker.process.abort()
+            advice = "give the reward a time limit of its own, or raise reward.timeout if it needs longer"
+        else:
+            cause.__traceback__ = _where(worker)
+            log.warning("%s; its thread is abandoned in\n%s", cause, "".join(traceback.format_tb(cause.__traceback__)))
+            advice = "threads cannot be killed: give the reward a time limit of its own, make it async, or set reward.processes"
         worker.is_abandoned = True
         self._workers.remove(worker)
         self._stuck.add(worker)
         self._late_in_a_row += 1
         self.num_calls += 1
-        job.results[worker.index] = TimedOut(cause)
-        self._settle(job)
+        self._settle(job, worker.index, TimedOut(cause))
         if max(len(self._stuck), self._late_in_a_row) >= MAX_STUCK:
             raise RewardError(
                 f"{self._late_in_a_row} calls in a row got no answer within reward.timeout = {self.timeout:g} s and "
-                f"{len(self._stuck)} threads are stuck, the last in reward {job.name!r}; {self._ADVICE}"
+                f"{len(self._stuck)} threads are stuck, the last in reward {job.name!r}; {advice}"
             ) from cause
         self._start_thread()
-
-    def _let_go(self, worker: _Worker, cause: TimeoutError) -> None:
-        """Show where a late call is; it goes on."""
-        cause.__traceback__ = _where(worker)
-        log.warning("%s; its thread is abandoned in\n%s", cause, "".join(traceback.format_tb(cause.__traceback__)))
-
-    def _work(self) -> None:
-        """A worker thread. Waits for jobs; woken by `map` and `close`."""
-        worker = cast("_Worker", threading.current_thread())
-        try:
-            self._work_as(worker)
-        finally:
-            if worker.process is not None:
-                worker.process.end()
-
-    def _work_as(self, worker: _Worker) -> None:
-        while True:
-            with self._changed:
-                while (job := self._next_job()) is None:
-                    if self._is_closed:
-                        return
-                    self._changed.wait()
-                worker.job, worker.index, worker.since = job, job.taken, time.monotonic()
-                job.began = min(job.began, worker.since)
-                job.taken += 1
-            result: Any = None
-            error: BaseException | None = None
-            try:
-                result = job.context.copy().run(job.function, job.items[worker.index])
-            except BaseException as raised:  # noqa: BLE001  (`map` raises it again)
-                error = raised
-            with self._changed:
-                if worker.is_abandoned:
-                    self._stuck.discard(worker)
-                    return
-                self._late_in_a_row = 0
-                self.num_calls += 1
-                worker.job = None
-                job.results[worker.index] = result
-                if error is not None:
-                    job.error = job.error or error
-                    job.taken = len(job.items)
-                self._settle(job)
-
-    def _next_job(self) -> _Job | None:
-        """The first job that has items to call, and time left for them."""
-        while self._jobs:
-            job = self._jobs[0]
-            if time.monotonic() - job.began > job.budget:
-                job.taken = len(job.items)
-                self._settle(job)
-            if job.taken < len(job.items):
-                return job
-            self._jobs.popleft()
-        return None
-
-
-class ProcessWorkers(RewardWorkers):
-    """Threads that each pass their calls on to a process of their own, started when first needed and again when it has ended.
-    A late call ends its process, and with it the call."""
-
-    _ADVICE = "give the reward a time limit of its own, or raise reward.timeout if it needs longer"
-
-    def __init__(self, num_processes: int, *, timeout: float, log: IO[str] | None) -> None:
-        """What processes print, and the stacks of late calls, go to `log`."""
-        super().__init__(num_processes, timeout=timeout)
-        self._log = log
-
-    def process(self, reward: dict[str, Any]) -> RewardProcess:
-        """The process of the calling worker, which has imported the reward. Called by a job's function; the time until it has
-        is not the reward's."""
-        worker, began = cast("_Worker", threading.current_thread()), time.monotonic()
-        worker.since = began + _IMPORT_SECONDS
-        if worker.process is None or worker.process.has_ended:
-            process = RewardProcess(self._log)
-            with self._changed:
-                worker.process = process
-                if self._is_closed:
-                    process.kill()
-        worker.process.load(reward)
-        with self._changed:
-            worker.since = time.monotonic()
-            if worker.job is not None:
-                worker.job.began += worker.since - began
-        return worker.process
-
-    def close(self) -> None:
-        super().close()
-        with self._changed:
-            for worker in [*self._workers, *self._stuck]:
-                if worker.process is not None:
-                    worker.process.kill()
-
-    def _let_go(self, worker: _Worker, cause: TimeoutError) -> None:
-        """End the process, which writes its stack to the log."""
-        log.warning("%s; its process is ended", cause)
-        if worker.process is not None:
-            worker.process.abort()
 
 
 def _where(thread: threading.Thread) -> types.TracebackType | None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from headrace.staleness.gate import (
         START_DEPTH,
         Gate,
-        describe_gate,
         groups_ahead,
         is_automatic,
         make_gate,

@@ -117,7 +117,7 @@ class StalenessSettings:
     @property
     def rejects(self) -> bool:
         """Whether groups that are too old are dropped."""
-        return RULES[self.reject].lag is not None
+        return RULES[self.reject] is not None
 
     @property
     def retries(self) -> bool:

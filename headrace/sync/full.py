@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from headrace.errors import SyncError
 from headrace.model import Arena
-from headrace.sync.ranges import RangesTarget
+from headrace.sync.ranges import target_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,4 +74,4 @@ class FullPayload:
         if not update.parts:
             raise SyncError("it has no parts: nothing says where its weights are")
         for part in update.parts:
-            fetch(part, RangesTarget(part.ranges, update.manifest, incoming) if part.ranges else incoming)
+            fetch(part, target_of(part, update, incoming))

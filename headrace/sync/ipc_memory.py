@@ -9,6 +9,7 @@ import torch
 
 from headrace.cuda_driver import Bytes, call
 from headrace.errors import SyncError
+from headrace.sync.memory import Buffer
 
 _HANDLE_BYTES = 64
 _REACH_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -18,7 +19,7 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * _HANDLE_BYTES)]
 
 
-class ExportedMemory:
+class ExportedMemory(Buffer):
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # the driver needs a context

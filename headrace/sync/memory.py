@@ -7,7 +7,7 @@ key: touched memory is faster than fresh memory.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from headrace.errors import SyncError
 from headrace.sync.transport import COPIES, Transport, TransportMemory
@@ -22,25 +22,22 @@ if TYPE_CHECKING:
     from headrace.sync.transport import Target, TransportConfig
 
 
-class Buffer(Protocol):
+class Buffer:
     """A transport's memory. `tensor` is all of it, as 1-D uint8."""
 
     tensor: Tensor
 
     def drop(self) -> None:
-        """Free the memory."""
+        """Free the memory that torch does not free with the last reference."""
 
 
-class TorchBuffer:
+class TorchBuffer(Buffer):
     def __init__(self, num_bytes: int, device: torch.device | str = "cpu") -> None:
         import torch
 
         from headrace.model import allocate_bytes
 
         self.tensor = allocate_bytes(num_bytes, torch.device(device))
-
-    def drop(self) -> None:
-        """Do nothing: torch frees it with the last reference."""
 
 
 B = TypeVar("B", bound=Buffer)
@@ -55,7 +52,6 @@ class Spare(Generic[B]):
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> B:
-        """Return the spare if it is large enough, else a new buffer."""
         with self._lock:
             buffer, self._spare = self._spare, None
         if buffer is not None and len(buffer.tensor) >= num_bytes:

@@ -6,7 +6,6 @@ one dimension. The checksum of a tensor is a sum over its words, each weighted b
 
 from __future__ import annotations
 
-import bisect
 import math
 from typing import TYPE_CHECKING
 
@@ -14,33 +13,18 @@ import numpy as np
 import torch
 
 from headrace.errors import SyncError
-from headrace.model import Arena, StagingBuffer, lay_out
+from headrace.model import Arena, ByteTarget, describe, lay_out, make_inspector
 from headrace.records import Manifest, TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
-    from headrace.model import Layout, ShardedWeights, Slot
-    from headrace.records import Array
+    from headrace.model import Layout, ShardedWeights, StagingBuffer
+    from headrace.records import Array, Part, WeightUpdate
 
     Ranges = Sequence[tuple[str, int, int]]
 
 WORD = 8  # bytes that a checksum counts as one number
-
-
-def whole_manifest(slots: Mapping[str, Slot]) -> Manifest:
-    """The tensors of a layout, without checksums."""
-    return Manifest.of(
-        TensorInfo(
-            name=name,
-            shape=slot.shape,
-            dtype=str(slot.dtype).removeprefix("torch."),
-            num_bytes=math.prod(slot.shape) * slot.dtype.itemsize,
-        )
-        for name, slot in slots.items()
-    )
 
 
 def image_slots(manifest: Manifest, ranges: Ranges) -> Layout:
@@ -57,62 +41,55 @@ def image_slots(manifest: Manifest, ranges: Ranges) -> Layout:
 
 
 class Share:
-    """What one rank offers of every version: the same ranges of the same tensors."""
+    """What a sender offers of every version: all tensors, or on one of several ranks the same `ranges` of them."""
 
-    def __init__(self, weights: ShardedWeights) -> None:
-        self.whole, self.ranges = weights.slots, tuple((name, start, stop) for name, start, stop, _ in weights.ranges)
-        self.manifest = whole_manifest(weights.slots)
-        self.slots = image_slots(self.manifest, self.ranges)
-        self.first_words: dict[str, int] = {}  # place of the range's first word among its tensor's
-        for name, start, _ in self.ranges:
-            self.first_words[name], rest = divmod(start * self.slots[name].dtype.itemsize, WORD)
+    def __init__(self, whole: Layout, ranges: tuple[tuple[str, int, int], ...] = ()) -> None:
+        """`whole`: every tensor; without ranges, it is the layout of the image."""
+        self.whole, self.ranges, self.manifest = whole, ranges, describe(whole)
+        self.slots = image_slots(self.manifest, ranges) if ranges else whole
+        self._first_words: dict[str, int] = {}  # place of the range's first word among its tensor's
+        for name, start, _ in ranges:
+            self._first_words[name], rest = divmod(start * self.slots[name].dtype.itemsize, WORD)
             if rest:
                 raise SyncError(f"tensor {name!r} is cut at element {start}, which is no multiple of {WORD} bytes")
-        places = {name: place for place, name in enumerate(self.whole)}
-        self._places = np.asarray([places[name] for name, *_ in self.ranges], dtype=np.int64)
+        self._inspects: dict[torch.device, Callable[[Arena], tuple[Array, str | None]]] = {}
+
+    @classmethod
+    def of(cls, weights: ShardedWeights) -> Share:
+        return cls(weights.slots, _ranges(weights))
 
     def is_of(self, weights: ShardedWeights) -> bool:
-        return self.whole == weights.slots and self.ranges == tuple((name, start, stop) for name, start, stop, _ in weights)
+        return self.whole == weights.slots and self.ranges == _ranges(weights)
 
-    def tensors(self, weights: ShardedWeights) -> dict[str, Tensor]:
-        return {name: tensor.view(self.slots[name].shape) for name, _, _, tensor in weights}
+    def hashed(self, image: Arena) -> Manifest:
+        """The manifest with the checksums of an image, which are the ranges' share in those of the whole."""
+        if image.device not in self._inspects:
+            self._inspects[image.device] = make_inspector(image, first_words=self._first_words)
+        sums, odd = self._inspects[image.device](image)
+        if odd is not None:
+            raise SyncError(f"tensor {odd!r} holds NaN or infinity; such weights are not published")
+        if self.ranges:
+            found = dict(zip(self.slots, sums, strict=True))
+            sums = np.asarray([found.get(name, 0) for name in self.whole], dtype=np.uint64)
+        return self.manifest.with_checksums(sums)
 
-    def checksums(self, sums: Array) -> Array:
-        """The ranges' share in the checksum of each tensor of the whole, from the sums of the ranges."""
-        found: Array = np.zeros(len(self.whole), dtype=np.uint64)
-        found[self._places] = sums
-        return found
+
+def _ranges(weights: ShardedWeights) -> tuple[tuple[str, int, int], ...]:
+    return tuple((name, start, stop) for name, start, stop, _ in weights)
 
 
-class RangesTarget:
-    """A `Target` that writes the image of a part straight into the tensors that its ranges belong to."""
+class RangesTarget(ByteTarget):
+    """Writes the image of a part straight into the tensors that its ranges belong to."""
 
     def __init__(self, ranges: Ranges, manifest: Manifest, incoming: StagingBuffer) -> None:
-        slots = image_slots(manifest, ranges)
-        self.slots, self.num_bytes, self.check = slots, slots.num_bytes, incoming.check
-        self.views = {name: incoming.views[name].view(-1)[start:stop].view(slots[name].shape) for name, start, stop in ranges}
-        offsets = slots.offsets
-        self._places = sorted((offsets[name], view.view(-1).view(torch.uint8)) for name, view in self.views.items())
-        self._stops = [start + len(view) for start, view in self._places]
-
-    def write(self, start: int, piece: Tensor) -> None:
-        self.check()
-        stop = start + len(piece)
-        if not 0 <= start <= stop <= self.num_bytes:
-            raise SyncError(f"{len(piece)} bytes arrived for place {start} of {self.num_bytes}")
-        first = bisect.bisect_right(self._stops, start)
-        for at, view in self._places[first:]:
-            if at >= stop:
-                break
-            low, high = max(at, start), min(at + len(view), stop)
-            view[low - at : high - at].copy_(piece[low - start : high - start])
-        device = self._places[0][1].device
-        if device.type == "cuda" and not piece.is_cuda:  # a piece on a GPU is not reused before the receipt
-            torch.cuda.current_stream(device).synchronize()
+        self.slots = slots = image_slots(manifest, ranges)
+        views = {name: incoming.views[name].view(-1)[start:stop].view(slots[name].shape) for name, start, stop in ranges}
+        runs = [(slots.offsets[name], view.view(-1).view(torch.uint8)) for name, view in views.items()]
+        super().__init__(runs, num_bytes=slots.num_bytes, views=views, check=incoming.check)
 
     def image(self) -> Arena:
         """A copy of what the ranges hold now, as the sender lays it out."""
-        image = Arena(self.slots, device=self._places[0][1].device)
+        image = Arena(self.slots, device=self._runs[0][1].device)
         for name, view in self.views.items():
             image.views[name].copy_(view)
         return image
@@ -121,3 +98,7 @@ class RangesTarget:
         """Write what an image of these ranges holds."""
         for name, view in self.views.items():
             view.copy_(image.views[name])
+
+
+def target_of(part: Part, update: WeightUpdate, incoming: StagingBuffer) -> ByteTarget:
+    return RangesTarget(part.ranges, update.manifest, incoming) if part.ranges else incoming

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.errors import SyncError
-from headrace.sync.memory import BufferedTransport
+from headrace.sync.memory import Buffer, BufferedTransport
 from headrace.sync.transport import read_place, too_little_space
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.sync.transport import Target, TransportConfig
 
 
-class Segment:
+class Segment(Buffer):
     """A segment that this process writes, renamed for each key it serves."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:

@@ -51,7 +51,6 @@ def _find(table: dict[str, str], name: str, what: str) -> Any:  # noqa: ANN401  
 
 
 def make_transport(config: TransportConfig, *, is_sender: bool, device: str) -> Transport:
-    """Make one end of a transport."""
     return transport_class(config.transport).make(config, is_sender=is_sender, device=device)
 
 

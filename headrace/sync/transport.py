@@ -62,7 +62,6 @@ class TransportConfig:
 
     @property
     def directory(self) -> Path:
-        """The folder of files and segments."""
         return shared_folder(self.folder)
 
     def handover(self, name: str) -> Path:
@@ -107,10 +106,10 @@ class Transport(ABC):
             check_host(host)
 
     @classmethod
-    def check_space(cls, config: TransportConfig, num_bytes: int) -> None:
-        """Reject weights too large to be published, before they are loaded."""
-        if cls.uses_folder:
-            check_space(config.directory, num_bytes)
+    def check_space(cls, config: TransportConfig, num_bytes: int, *, beside: int = 0) -> None:
+        """Reject weights too large to be published, before they are loaded; `beside` versions are kept for servers."""
+        if copies := beside + COPIES * cls.uses_folder:
+            check_space(config.directory, num_bytes, copies=copies)
 
     @classmethod
     def routes(cls, part: Part, relays: Sequence[str]) -> list[Part]:
@@ -180,17 +179,17 @@ def check_folder(folder: Path) -> None:
         raise SyncError(f"sync.folder = {str(folder)!r}: it cannot be written to; name another")
 
 
-def check_space(folder: Path, num_bytes: int) -> None:
+def check_space(folder: Path, num_bytes: int, *, copies: int = COPIES) -> None:
     """Reject weights too large to be published, before they are loaded."""
     check_folder(folder)
-    if COPIES * num_bytes > shutil.disk_usage(folder).free:
-        raise SyncError(too_little_space(folder, num_bytes))
+    if copies * num_bytes > shutil.disk_usage(folder).free:
+        raise SyncError(too_little_space(folder, num_bytes, copies=copies))
 
 
-def too_little_space(folder: Path, num_bytes: int) -> str:
-    free, needed = shutil.disk_usage(folder).free, COPIES * num_bytes
+def too_little_space(folder: Path, num_bytes: int, *, copies: int = COPIES) -> str:
+    free, needed = shutil.disk_usage(folder).free, copies * num_bytes
     return (
-        f"{folder} has {free / 1e6:,.0f} MB free and the weights need {needed / 1e6:,.0f} MB there ({COPIES} versions of "
+        f"{folder} has {free / 1e6:,.0f} MB free and the weights need {needed / 1e6:,.0f} MB there ({copies} versions of "
         f"{num_bytes / 1e6:,.0f} MB). Make room (shared memory: mount -o remount,size={-(-needed // 2**30) + 1}G {folder}; "
         f"in a container --shm-size), or name another folder in sync.folder"
     )

@@ -7,7 +7,6 @@ engines hold.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from typing import TYPE_CHECKING
@@ -15,14 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.model import Arena, Inspector, Layout, ShardedWeights, describe, lay_out
+from headrace.model import Arena, Layout, ShardedWeights, describe, lay_out, side_stream
 from headrace.records import Manifest, Part, WeightUpdate
 from headrace.sync.full import FullPayload
-from headrace.sync.ranges import Share, whole_manifest
+from headrace.sync.ranges import Share
 from headrace.sync.table import payload_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -53,10 +52,7 @@ class WeightSync:
         self._transport, self._policy, self._adapter, self._name = transport, policy, adapter, name
         self._payload = payload_class(payload)()
         self._attempts = itertools.count()
-        self._manifest, self._slots = Manifest.of(()), Layout()  # the layout of every image: the same in all versions
-        # Which ranges the image is of, on one of several ranks; the manifest is then of the whole.
-        self._share: Share | None = None
-        self._inspectors: dict[torch.device, Inspector] = {}
+        self._share = Share(Layout())  # what every image holds: the same in all versions
         self._offered: dict[str, WeightUpdate] = {}  # by key: updates on the transport
         self._newest: WeightUpdate | None = None  # the last one released, which late engines catch up to
         self._caught_up: WeightUpdate | None = None  # all weights, made for a late engine and reused for others
@@ -84,24 +80,24 @@ class WeightSync:
         several ranks the update is of its share, for `WeightUpdate.join`; it has no parts if the share is empty."""
         if isinstance(tensors, ShardedWeights) and not tensors.ranges:  # other ranks offer the same weights
             on_read()
-            manifest = whole_manifest(tensors.slots)
+            manifest = describe(tensors.slots)
             return WeightUpdate(policy=self._policy, lineage=self.lineage.id, version=version, manifest=manifest)
         key = self._key(version, is_share=isinstance(tensors, ShardedWeights))
         try:
             with self._lock:
                 weights = self._lay_out(tensors)
                 device = _device(weights)
-                with self._side_stream(device):
+                with side_stream(device, self._stream) as self._stream:  # not behind the next step
                     image, buffer = self._pack(weights, key)
                     if image is not weights:
                         _settle(device)
                         on_read()
-                    manifest = self._hash(image)
+                    manifest = self._share.hashed(image)
                     body, base = self._payload.encode(image, version=version, key=key, whole=whole)
                     views: Mapping[str, Tensor] = image.views
                     if buffer is None:
                         buffer = self._copied(key, body)
-                        views = _view(buffer, self._slots).views if base is None else {self._payload.name: buffer}
+                        views = _view(buffer, self._share.slots).views if base is None else {self._payload.name: buffer}
                         if image is weights:
                             on_read()
                     return self._post(key, buffer, version=version, base=base, manifest=manifest, views=views)
@@ -146,8 +142,8 @@ class WeightSync:
                 return missed
             made = self._caught_up
             if made is None or made.version != newest.version or not self._own_key(made):
-                key = self._key(newest.version, is_share=self._share is not None)
-                with self._side_stream(missed.device):
+                key = self._key(newest.version, is_share=bool(self._share.ranges))
+                with side_stream(missed.device, self._stream) as self._stream:
                     buffer = self._copied(key, missed.memory)
                 views = _view(buffer, missed.slots).views
                 made = self._post(key, buffer, version=newest.version, base=None, manifest=newest.manifest, views=views)
@@ -187,48 +183,36 @@ class WeightSync:
 
     def _lay_out(self, tensors: Iterable[tuple[str, Tensor]] | Arena | ShardedWeights) -> Weights:
         """Names, shapes and dtypes as these weights have them; all state is dropped if they have changed."""
+        share = self._share
         if isinstance(tensors, ShardedWeights):
-            share = self._share if self._share is not None and self._share.is_of(tensors) else Share(tensors)
-            if share is not self._share:
-                self._use(share.manifest, share.slots, share)
-            return share.tensors(tensors)
+            if not share.is_of(tensors):
+                self._use(Share.of(tensors))
+            return {name: tensor.view(self._share.slots[name].shape) for name, _, _, tensor in tensors}
         weights = tensors if isinstance(tensors, Arena) else dict(tensors)
-        if isinstance(weights, Arena) and self._slots is weights.slots:
-            return weights
-        manifest = describe(weights.views if isinstance(weights, Arena) else weights)
-        if isinstance(weights, Arena) or not self._slots or not self._manifest.is_like(manifest):
-            self._use(manifest, weights.slots if isinstance(weights, Arena) else lay_out(manifest), None)
+        if isinstance(weights, Arena):
+            if share.slots is not weights.slots:
+                self._use(Share(weights.slots))
+        elif share.ranges or not share.slots or not share.manifest.is_like(describe(weights)):
+            self._use(Share(lay_out(describe(weights))))
         return weights
 
-    def _use(self, manifest: Manifest, slots: Layout, share: Share | None) -> None:
-        self._manifest, self._slots, self._share = manifest, slots, share
-        self._inspectors.clear()
-        whole = slots if share is None else share.whole
-        self._payload.lay_out({slot.dtype for slot in whole.values()}, is_share=share is not None)
-
-    def _hash(self, image: Arena) -> Manifest:
-        share = self._share
-        if image.device not in self._inspectors:
-            first_words = {} if share is None else share.first_words
-            self._inspectors[image.device] = Inspector(image, first_words=first_words)
-        sums, odd = self._inspectors[image.device].look(image)
-        if odd is not None:
-            raise SyncError(f"tensor {odd!r} holds NaN or infinity; such weights are not published")
-        return self._manifest.with_checksums(sums if share is None else share.checksums(sums))
+    def _use(self, share: Share) -> None:
+        self._share = share
+        self._payload.lay_out({slot.dtype for slot in share.whole.values()}, is_share=bool(share.ranges))
 
     def _pack(self, weights: Weights, key: str) -> tuple[Arena, Tensor | None]:
         """Return the image, and the transport's buffer if the image is in it: if the image itself travels and the buffer is on
         the weights' device. An arena whose buffer is on another device is its own image."""
         if self._payload.sends_image:
-            buffer = self._transport.allocate(key, self._slots.num_bytes)
+            buffer = self._transport.allocate(key, self._share.slots.num_bytes)
             if buffer.device.type == _device(weights).type:
-                image = _view(buffer, self._slots)
+                image = _view(buffer, self._share.slots)
                 _copy(image, weights)
                 return image, buffer
             self._transport.free(key)
             if isinstance(weights, Arena):
                 return weights, None
-        image = self._payload.image(self._slots, _device(weights))
+        image = self._payload.image(self._share.slots, _device(weights))
         _copy(image, weights)
         return image, None
 
@@ -248,10 +232,10 @@ class WeightSync:
         part = Part(
             transport=self._transport.name,
             key=key,
-            sender="" if share is None else self._name,
+            sender=self._name if share.ranges else "",
             place=place,
             num_bytes=len(buffer),
-            ranges=() if share is None else share.ranges,
+            ranges=share.ranges,
         )
         update = WeightUpdate(
             policy=self._policy,
@@ -273,17 +257,6 @@ class WeightSync:
     def _free(self, key: str) -> None:
         self._offered.pop(key, None)
         self._transport.free(key)
-
-    @contextlib.contextmanager
-    def _side_stream(self, device: torch.device) -> Iterator[None]:
-        """On a GPU, run in a separate stream after what this thread has queued, so as not to queue behind the next step."""
-        if device.type != "cuda":
-            yield
-            return
-        stream = self._stream = self._stream or torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            yield
 
 
 def _view(buffer: Tensor, slots: Layout) -> Arena:

@@ -84,17 +84,20 @@ class Diagnostics:
     def metrics(self, ranks: Ranks | None = None) -> Metrics:
         """Return means over tokens, ESS = (Σρ)²/(n Σρ²), the same of the correction's weights, χ² = E[ρ²] − 1 and the spread of
         versions; of all ranks' tokens, if there are several."""
-        sums, totals, largest, count = self._read(ranks)
+        sums, totals, largest = self._read(ranks)
+        count = sums.pop("tokens")
         if largest is None:
-            loss = sum(sums.values())
-            return {"loss": loss, **dict.fromkeys(("tokens", "mismatch", "mismatch_max", "ess", "chi2", "version_spread"), 0.0)}
+            return {
+                "loss": sum(sums.values()),
+                **dict.fromkeys(("tokens", "mismatch", "mismatch_max", "ess", "chi2", "version_spread"), 0.0),
+            }
         mismatch_max, newest, minus_oldest = largest
         num_differing, num_recorded = totals.pop("differing", 0.0), totals.pop("recorded", 0.0)
         squared, correction_squared = sums.pop("ratio_squared"), sums.pop("correction_squared")
         mismatch = sums.pop("mismatch") / max(sums.pop("is_current"), 1)
         return {
             "loss": sums.pop("loss"),
-            "tokens": float(count),
+            "tokens": count,
             **{name: total / count for name, total in sums.items()},
             "mismatch": mismatch,
             "mismatch_max": mismatch_max,
@@ -106,24 +109,18 @@ class Diagnostics:
             **totals,
         }
 
-    def _read(self, ranks: Ranks | None) -> tuple[Metrics, Metrics, list[float] | None, int]:
+    def _read(self, ranks: Ranks | None) -> tuple[Metrics, Metrics, list[float] | None]:
         """Sums, totals, maxima and tokens, read from the device at once."""
         tensors = [*self._sums.values(), *self._totals.values(), *([] if self._largest is None else self._largest)]
         read = torch.stack(tensors).tolist() if tensors else []
         num_sums, num_named = len(self._sums), len(self._sums) + len(self._totals)
-        sums = dict(zip(self._sums, read[:num_sums], strict=True))
+        sums = {"tokens": float(self._num_tokens), **dict(zip(self._sums, read[:num_sums], strict=True))}
         totals = dict(zip(self._totals, read[num_sums:num_named], strict=True))
-        found: dict[str, Any] = {
-            "sums": sums,
-            "totals": totals,
-            "largest": read[num_named:] or None,
-            "tokens": self._num_tokens,
-        }
+        found: dict[str, Any] = {"sums": sums, "totals": totals, "largest": read[num_named:] or None}
         parts = [found] if ranks is None else ranks.exchange(found)
         maxima = [part["largest"] for part in parts if part["largest"] is not None]
         largest = [float(np.max(each)) for each in zip(*maxima, strict=True)] if maxima else None
-        tokens = sum(part["tokens"] for part in parts)
-        return _added(part["sums"] for part in parts), _added(part["totals"] for part in parts), largest, tokens
+        return _added(part["sums"] for part in parts), _added(part["totals"] for part in parts), largest
 
 
 def _added(parts: Iterable[Metrics]) -> Metrics:

@@ -3,18 +3,18 @@ policy (`train.reference_every`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import contextlib
+from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.model import Arena, Head, adapter_of, read_pieces, take_files
-from headrace.trainer.sharding import Sharding
+from headrace.trainer.sharding import place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from contextlib import AbstractContextManager
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.trainer.ranks import Ranks
@@ -35,10 +35,7 @@ class FrozenModel:
         """`keep_digits`: hold narrow weights in float32 too, in the host's memory, because `mix` would lose a small share in
         their rounding. `ranks`: over which the model is sharded; it may then be on the host."""
         self.model, files = model.eval().requires_grad_(False), take_files(model)
-        is_sharded = ranks is not None and ranks.shard > 1
-        self.sharding = Sharding(self.model, ranks) if ranks is not None and is_sharded else None
-        if ranks is not None and not is_sharded:
-            cast("nn.Module", self.model).to(ranks.device)  # transformers wraps `to` and loses its types
+        self.sharding = place(self.model, ranks)
         self.arena = self.sharding.arena if self.sharding is not None else Arena.adopt(self.model)
         self.head = Head(self.model, exact=exact)
         if files is not None:
@@ -79,11 +76,9 @@ class FrozenModel:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the weights by name, for a checkpoint. May be called while the model is used."""
-        held = self._held()
-        slots = {(slot.dtype, slot.start, slot.shape): (name, slot) for name, slot in self.arena.slots.items()}
+        held, names = self._held(), {slot: name for name, slot in self.arena.slots.items()}  # of tied tensors, one
         return {
-            name: held[slot.dtype][slot.start : slot.stop].view(slot.shape).to("cpu", copy=True)
-            for name, slot in slots.values()
+            name: held[slot.dtype][slot.start : slot.stop].view(slot.shape).to("cpu", copy=True) for slot, name in names.items()
         }
 
     @torch.no_grad()
@@ -91,7 +86,7 @@ class FrozenModel:
         held = self._held()
         for name, tensor in state.items():
             slot = self.arena.slots[name]
-            held[slot.dtype][slot.start : slot.stop].view(slot.shape).copy_(tensor)
+            held[slot.dtype][slot.start : slot.stop].copy_(tensor.reshape(-1))
         self._use_held()
 
     def _held(self) -> dict[torch.dtype, Tensor]:
@@ -107,18 +102,15 @@ class WithoutAdapter:
     """The policy with its adapter off, which is the model that training started from: a reference that takes no memory."""
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
-        self.model, self.head = model, Head(model, exact=exact)
-        self._off: AbstractContextManager[None] | None = None
+        self.model, self.head, self._off = model, Head(model, exact=exact), contextlib.ExitStack()
 
     def __enter__(self) -> None:
         adapter = adapter_of(self.model)
         assert adapter is not None
-        self._off = adapter.off()
-        self._off.__enter__()
+        self._off.enter_context(adapter.off())
 
     def __exit__(self, *_: object) -> None:
-        assert self._off is not None
-        self._off.__exit__(None, None, None)
+        self._off.close()
 
 
 def _pinned(num_bytes: int, device: torch.device) -> Tensor:

@@ -166,23 +166,15 @@ class TrainerMemory:
         return max(passing, step, self.loading)
 
 
-@dataclass(frozen=True)
-class _WholeUnits:
-    """Bytes of what is whole on every rank of a sharded model while it is in use."""
-
-    outer: int = 0
-    head: int = 0
-    layers: int = 0
-
-    @classmethod
-    def of(cls, shape: ModelShape, *, width: int, shard: int, is_trained: bool) -> _WholeUnits:
-        if shard == 1:
-            return cls()
-        gradient = _WIDE if is_trained else 0
-        layer, embedding = shape.layer_matrices, shape.embedding
-        head = 0 if shape.is_tied else (width + gradient) * embedding
-        received = 2 * gradient * layer // shard
-        return cls((width + gradient) * embedding, head + width * layer, 2 * (width + gradient) * layer + received)
+def _whole_bytes(shape: ModelShape, *, width: int, shard: int, is_trained: bool) -> tuple[int, int, int]:
+    """(outside of layers, in the head, in a layer): what is whole on every rank of a sharded model while it is in use."""
+    if shard == 1:
+        return 0, 0, 0
+    gradient = _WIDE if is_trained else 0
+    layer, embedding = shape.layer_matrices, shape.embedding
+    head = 0 if shape.is_tied else (width + gradient) * embedding
+    received = 2 * gradient * layer // shard
+    return (width + gradient) * embedding, head + width * layer, 2 * (width + gradient) * layer + received
 
 
 def _moment_bytes(settings: TrainSettings, trained: int, *, outer: int, vectors: int, width: int) -> int:
@@ -252,7 +244,7 @@ def predict_memory(
     copied = 0 if on_gpu or not settings.reference_every else wide or reference
     logits = min(costs.chunk_elements, tokens * shape.vocabulary)
     chunk = logits * (_WIDE * costs.wide_chunks + width * costs.narrow_chunks)
-    whole = _WholeUnits.of(shape, width=width, shard=shard, is_trained=not adapter)
+    outside, in_head, in_layer = _whole_bytes(shape, width=width, shard=shard, is_trained=not adapter)
     return TrainerMemory(
         weights=weights,
         masters=masters,
@@ -262,13 +254,13 @@ def predict_memory(
         publishing=publishing,
         saving=0 if on_gpu else _WIDE * ((adapter or matrices // shard) + vectors) + moments + copied,
         activations=int(costs.spread * (layers * (tokens * _WIDE * shape.hidden if recomputes else saved) + size(OUTSIDE))),
-        head=int(chunk + head_gradient + _WIDE * tokens * shape.hidden) + whole.head,
+        head=int(chunk + head_gradient + _WIDE * tokens * shape.hidden) + in_head,
         layer=int((saved if recomputes else 0) + size(BACKWARD) + width * (layer_gradients + max(quantized, default=0)))
-        + whole.layers,
+        + in_layer,
         step=_step_bytes(shape, settings, trained, on_gpu=on_gpu),
         process=costs.process,
         optimizer_in_passes=0 if "optimizer" in settings.offload else masters + moments,
         tokens=tokens,
         loading=0 if on_gpu or not quantized else costs.process + unquantized,
-        gathered=whole.outer,
+        gathered=outside,
     )

@@ -8,7 +8,6 @@ here waits for the GPU: the update itself reads the clipping norm, and whether t
 from __future__ import annotations
 
 import itertools
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ from headrace.settings import ConfigError
 from headrace.trainer.update_rules import RULES, AdamW, Muon
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -52,9 +51,8 @@ class FlatOptimizer:
         self._settings, self._is_offloaded = settings, offload
         self._groups, self._outer = groups or {}, outer
         self.loss_scale = loss_scale
-        self._homes: dict[str, Segment] = {}  # by parameter name
-        self._named: dict[int, str] = {}  # by id of the parameter
-        self._collected: dict[str, Tensor] = {}  # where autograd adds up each gradient
+        self.homes: dict[str, Segment] = {}  # by parameter name
+        self._collected: dict[int, Tensor] = {}  # where autograd adds up each gradient, by id of the parameter
         self._arenas = [self._segments(arena, parameters) for arena, parameters in trained]
         if not all(self._arenas):
             raise ConfigError("every parameter of the model is frozen: there is nothing to train")
@@ -77,11 +75,10 @@ class FlatOptimizer:
             segment = rule(arena, slots, self._settings, decay=decay, rate=rate, offload=self._is_offloaded)
             found.append(segment)
             for name in slots:
-                self._homes[name] = segment
-                self._named[id(parameters[name])] = name
-                whole = arena.whole_gradient(name)
-                self._collected[name] = self.gradient(name) if whole is None else whole
-                _collect(parameters[name], self._collected[name], is_kept=whole is None)
+                self.homes[name] = segment
+                whole, parameter = arena.whole_gradient(name), parameters[name]
+                self._collected[id(parameter)] = self.gradient(name) if whole is None else whole
+                _collect(parameter, self._collected[id(parameter)], is_kept=whole is None)
         return found
 
     def _treatment(self, name: str, shape: Sequence[int]) -> tuple[type[Segment], float, float]:
@@ -118,7 +115,7 @@ class FlatOptimizer:
             return
         for segments, parts in zip(self._arenas, self._sharded, strict=True):
             for part in parts:
-                self._ranks.sum_over_replicas(part)
+                self._ranks.sum(part, over="replicas")
             for segment in () if parts else segments:
                 self._ranks.sum(segment.gradient)
 
@@ -127,7 +124,7 @@ class FlatOptimizer:
         if self._ranks is None or not any(self._sharded):
             return norms
         is_sharded = torch.tensor([bool(parts) for parts in self._sharded], device=norms.device)
-        squares = self._ranks.sum_over_shards(torch.where(is_sharded, norms, 0.0).square())
+        squares = self._ranks.sum(torch.where(is_sharded, norms, 0.0).square(), over="shards")
         return torch.where(is_sharded, squares.sqrt(), norms)
 
     def settle(self) -> None:
@@ -137,22 +134,20 @@ class FlatOptimizer:
 
     @property
     def names(self) -> set[str]:
-        """Names of the trained parameters."""
-        return set(self._homes)
+        return set(self.homes)
 
     def gradient(self, name: str) -> Tensor:
         """A parameter's float32 gradient, as accumulated so far."""
-        home = self._homes[name]
+        home = self.homes[name]
         return home.view(home.gradient, name)
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Where a pass adds up a parameter's gradient; None if it is not trained."""
-        name = self._named.get(id(parameter))
-        return None if name is None else self._collected[name]
+        return self._collected.get(id(parameter))
 
     def master(self, name: str) -> Tensor:
         """A parameter in float32."""
-        home = self._homes[name]
+        home = self.homes[name]
         return home.view(home.masters, name)
 
     def state(self) -> dict[str, Tensor]:
@@ -161,31 +156,17 @@ class FlatOptimizer:
         found = {} if self.loss_scale is None else {_LOSS_SCALE: self.loss_scale.state()}
         if not float(self.num_steps):
             return found
-        for name, home in self._homes.items():
+        for name, home in self.homes.items():
             found |= {f"{name}.{key}": tensor.to("cpu", copy=True) for key, tensor in home.state_of(name).items()}
             found[f"{name}.step"] = self.num_steps.to("cpu", copy=True)
         return found
 
-    def state_keys(self) -> Iterator[tuple[str, int, str]]:
-        """(parameter, numbers per row, name of the state) of all that `state` returns by parameter."""
-        for name, home in self._homes.items():
-            for key in home.state:
-                yield name, home.block, key
-
-    def state_like(self, name: str, key: str) -> Tensor:
-        """A parameter's part of one kind of state."""
-        return self._homes[name].state_of(name)[key]
-
-    def count(self, name: str) -> int:
-        """Numbers that are trained here of a parameter."""
-        return math.prod(self._homes[name].slots[name].shape)
-
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned; parameters missing there start from zero."""
-        steps = [state[f"{name}.step"] for name in self._homes if f"{name}.step" in state]
+        steps = [state[f"{name}.step"] for name in self.homes if f"{name}.step" in state]
         self.num_steps.copy_(steps[0] if steps else torch.zeros(()))
-        for name, home in self._homes.items():
+        for name, home in self.homes.items():
             for key, tensor in home.state_of(name).items():
                 tensor.copy_(state.get(f"{name}.{key}", torch.zeros((), dtype=tensor.dtype)))
         if self.loss_scale is not None and _LOSS_SCALE in state:
@@ -195,9 +176,10 @@ class FlatOptimizer:
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Set masters and weights from float32 tensors; ignores untrained ones."""
         for name in self.names & tensors.keys():
-            home = self._homes[name]
+            home = self.homes[name]
             for flat in (home.masters, home.weights):
-                home.view(flat, name).copy_(tensors[name])
+                view = home.view(flat, name)
+                view.copy_(tensors[name].view_as(view))
 
 
 def _collect(parameter: nn.Parameter, gradient: Tensor, *, is_kept: bool) -> None:

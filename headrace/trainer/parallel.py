@@ -24,7 +24,6 @@ class ParallelSettings:
 
     @property
     def ranks(self) -> int:
-        """Processes of the trainer."""
         return self.replicate * self.shard
 
     @property

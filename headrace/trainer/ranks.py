@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -130,20 +130,13 @@ class Ranks:
             where = f"trainer rank {self.rank} of {self.count}: {what} failed"
             raise RankError(f"{where}, because another rank died, hangs or left: {error}") from error
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over all ranks, in place."""
-        self.wait(self.everyone.allreduce([tensor]), "a sum over ranks")
+    def sum(self, tensor: Tensor, *, over: Literal["everyone", "shards", "replicas"] = "everyone") -> Tensor:
+        """Add up a tensor over the ranks of a group, in place."""
+        if over != "replicas" or self.replicate > 1:
+            self.wait(
+                getattr(self, over).allreduce([tensor]), "a sum over ranks" if over == "everyone" else f"a sum over {over}"
+            )
         return tensor
-
-    def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over the ranks that share one copy of the model, in place."""
-        self.wait(self.shards.allreduce([tensor]), "a sum over shards")
-        return tensor
-
-    def sum_over_replicas(self, tensor: Tensor) -> None:
-        """Add up a tensor over the ranks that hold the same part, in place."""
-        if self.replicate > 1:
-            self.wait(self.replicas.allreduce([tensor]), "the sum of gradients over replicas")
 
     def merge(self, arrays: list[Array]) -> list[Array]:
         """Arrays of which each rank has some, and zeros for the others: all of them."""

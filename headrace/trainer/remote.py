@@ -64,7 +64,7 @@ class RemoteTrainer:
         return min(int(rank.state.get("passes", 0)) for rank in self._ranks)
 
     async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
-        return await self._call("forward", _first, batch=batch, column=column)
+        return list(await self._call("forward", batch=batch, column=column))
 
     def step(self, batch: Batch, *, learning_rate: float) -> Answer[Metrics]:
         self.num_steps += 1
@@ -202,10 +202,6 @@ def _begin(rank: RoleProcess, name: str, arguments: dict[str, Any]) -> asyncio.F
 def _is_of_group(error: BaseException) -> bool:
     """Whether a rank only reports that it has lost another, or has itself ended."""
     return isinstance(error, StreamClosed) or (isinstance(error, RemoteError) and error.kind in _OF_GROUP)
-
-
-def _first(answers: Sequence[Any]) -> list[Any]:
-    return list(answers[0])
 
 
 def _joined_metrics(answers: Sequence[Metrics]) -> Metrics:

@@ -29,12 +29,16 @@ def write_state(
     state: Mapping[str, Tensor],
     *,
     first: Mapping[str, int],
-    rank: int,
+    rank: int | None,
     optimizer: FlatOptimizer | None = None,
 ) -> list[Path]:
-    """Write a rank's slices, and what they are: of each tensor its first number, and how many numbers a row of it stands for.
-    `first`: of each parameter, which element of it is this rank's first; others are not written."""
-    rows = {} if optimizer is None else {f"{name}.{key}": (name, block) for name, block, key in optimizer.state_keys()}
+    """Write all of it, or a `rank`'s slices and what they are: of each tensor its first number, and how many numbers a row of
+    it stands for. `first`: of each parameter, which element of it is this rank's first; others are not written."""
+    if rank is None:
+        save_file(dict(state), folder / "trainer" / f"{what}.safetensors")
+        return []
+    homes = {} if optimizer is None else optimizer.homes
+    rows = {f"{name}.{key}": (name, home.block) for name, home in homes.items() for key in home.state}
     listed, kept = {}, {}
     for key, tensor in state.items():
         name, block = rows.get(key, (key, 1))
@@ -85,25 +89,25 @@ class SavedState:
 
     def values(self, prefix: str) -> dict[str, Tensor]:
         """Whole tensors whose names begin so: a value head's."""
-        found = {}
-        for key in (key for key in self._places if key.startswith(f"{prefix}.") and key.count(".") == 1):
-            with safe_open(self._places[key][0][2], framework="pt") as file:
-                found[key] = file.get_tensor(key)
+        return {key: self._whole(key) for key in self._places if key.startswith(f"{prefix}.") and key.count(".") == 1}
+
+    def _whole(self, key: str) -> Tensor:
+        with safe_open(self._places[key][0][2], framework="pt") as file:
+            found: Tensor = file.get_tensor(key)
         return found
 
     def of(self, optimizer: FlatOptimizer, first: Mapping[str, int]) -> dict[str, Tensor]:
         """What `FlatOptimizer.load_state` takes. `first`: where this rank's part of each parameter begins; 0 if not listed."""
         found: dict[str, Tensor] = {}
-        for name, block, key in optimizer.state_keys():
-            full = f"{name}.{key}"
-            if full in self:
-                like = optimizer.state_like(name, key)
-                tensor = self.read(full, first.get(name, 0), optimizer.count(name), block=block)
-                found[full] = tensor.reshape(like.shape)
+        for name, home in optimizer.homes.items():
+            slot = home.slots[name]
+            for key, own in home.state_of(name).items():
+                if (full := f"{name}.{key}") in self:
+                    tensor = self.read(full, first.get(name, 0), slot.stop - slot.start, block=home.block)
+                    found[full] = tensor.reshape(own.shape)
         for key in ("loss_scale", *(key for key in self._places if key.endswith(".step"))):
             if key in self:
-                with safe_open(self._places[key][0][2], framework="pt") as file:
-                    found[key] = file.get_tensor(key)
+                found[key] = self._whole(key)
         if "loss_scale" in self._index:
             found["loss_scale"] = torch.tensor(self._index["loss_scale"], dtype=torch.float64)
         if self._index.get("steps"):

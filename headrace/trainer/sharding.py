@@ -10,7 +10,7 @@ one computes an empty pass.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -145,6 +145,15 @@ class Sharding:
             self._ranks.wait(work, "adding up gradients")
             self.arena.settle(group, received)
         self._reducing = []
+
+
+def place(model: PreTrainedModel, ranks: Ranks | None) -> Sharding | None:
+    """Move a model to the device of one of several ranks: whole, or the rank's part of it."""
+    if ranks is not None and ranks.shard > 1:
+        return Sharding(model, ranks)
+    if ranks is not None:
+        cast("nn.Module", model).to(ranks.device)  # transformers wraps `to` and loses its types
+    return None
 
 
 class _ShardedLayer:

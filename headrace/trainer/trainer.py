@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,12 +39,11 @@ from headrace.model import (
     empty_pass,
     find_readable_routers,
     held_tensors,
-    hidden_states,
-    make_context,
     members_of,
     named_tensors,
     narrow,
     pack,
+    packed_hidden,
     plan_passes,
     plan_rank_passes,
     replaying,
@@ -52,14 +51,14 @@ from headrace.model import (
 )
 from headrace.observe import peak_memory
 from headrace.settings import ConfigError
-from headrace.trainer import layers, saving, sharded_saving
+from headrace.trainer import layers, saving
 from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
 from headrace.trainer.frozen_model import FrozenModel, WithoutAdapter
 from headrace.trainer.loss_scale import LossScale
 from headrace.trainer.optimizer import FlatOptimizer
 from headrace.trainer.parameter_groups import match_parameters
 from headrace.trainer.router_losses import router_losses
-from headrace.trainer.sharding import Sharding
+from headrace.trainer.sharding import Sharding, place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,6 +74,9 @@ if TYPE_CHECKING:
     from headrace.trainer.ranks import Ranks
     from headrace.trainer.settings import TrainSettings
 
+    Columns = Mapping[str, Sequence[Array]]
+    """By name, an array for each rollout."""
+
 _VALUE_TIMES = 10.0  # default learning rate of the value head, relative to the policy's: higher, because the head starts at 0
 
 
@@ -86,6 +88,14 @@ class _Pass:
     counts: list[int]  # targets of each rollout
     given: dict[str, Tensor]  # recorded logprobs, versions, is_current, advantages, weights, and batch-wide corrections by name
     columns: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, members: Sequence[int], packed: Packed, rollouts: Sequence[Rollout], given: Columns, columns: Columns) -> _Pass:
+        def gathered(arrays: Columns) -> dict[str, Tensor]:
+            return {name: packed.gather([each[member] for member in members]) for name, each in arrays.items() if members}
+
+        counts = [int(np.count_nonzero(_targets(rollouts[member]))) for member in members]
+        return cls(packed, counts, gathered(given), gathered(columns))
 
 
 class DeviceTrainer:
@@ -149,10 +159,10 @@ class DeviceTrainer:
             ranks=self._ranks,
         )
         if digits:
-            self.optimizer.load_weights({name: self._piece(name, tensor) for name, tensor in digits.items()})
+            self.optimizer.load_weights({name: self.arena.piece(name, tensor) for name, tensor in digits.items()})
         if files is not None:
             assert self._sharding is not None
-            sharded_saving.read_weights(model, self.optimizer, self._sharding.arena, files)
+            saving.read_weights(model, self.optimizer, self._sharding.arena, files)
             self._sharding.probe(model, exact=exact)
         if settings.recompute == "layers":
             layers.recompute(model)
@@ -162,23 +172,15 @@ class DeviceTrainer:
     def _shard(self, learner: nn.Module) -> Sharding | None:
         """Move the model to this rank's device, whole or in part."""
         ranks, settings = self._ranks, self._settings
-        if ranks is None:
-            return None
-        if ranks.shard == 1:
-            cast("nn.Module", self.model).to(self._device)  # transformers wraps `to` and loses its types
-            return None
-        layout = f"train.parallel.shard = {ranks.shard}"
-        if settings.optimizer == "muon" and learner is self.model:
-            raise ConfigError(f"{layout}: train.optimizer = 'muon' needs whole matrices; set it to 'adamw' or 'adamw_8bit'")
-        untrained = [name for name, tensor in held_tensors(self.model) if not tensor.requires_grad]
-        if settings.reference_every and untrained:
-            given = "a reference that follows the policy (train.reference_every) cannot be sharded"
-            raise ConfigError(f"{layout}: {given} where not all is trained: {untrained[0]} is not; leave one of them out")
-        return Sharding(self.model, ranks)
-
-    def _piece(self, name: str, tensor: Tensor) -> Tensor:
-        """What this rank trains of a tensor."""
-        return self.arena.piece(name, tensor) if isinstance(self.arena, ShardedArena) else tensor
+        if ranks is not None and ranks.shard > 1:
+            layout = f"train.parallel.shard = {ranks.shard}"
+            if settings.optimizer == "muon" and learner is self.model:
+                raise ConfigError(f"{layout}: train.optimizer = 'muon' needs whole matrices; set it to 'adamw' or 'adamw_8bit'")
+            untrained = [name for name, tensor in held_tensors(self.model) if not tensor.requires_grad]
+            if settings.reference_every and untrained:
+                given = "a reference that follows the policy (train.reference_every) cannot be sharded"
+                raise ConfigError(f"{layout}: {given} where not all is trained: {untrained[0]} is not; leave one of them out")
+        return place(self.model, ranks)
 
     def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]:
         scorer = self._frozen.get(column)
@@ -217,19 +219,9 @@ class DeviceTrainer:
         if columns.get(PROXIMAL):
             given |= batch_corrections(batch, columns[PROXIMAL])
 
-        def prepared(members: Sequence[int], packed: Packed) -> _Pass:
-            if not members:
-                return _Pass(packed, [], {}, {})
-
-            def gathered(arrays: Mapping[str, Sequence[Array]]) -> dict[str, Tensor]:
-                return {name: packed.gather([each[member] for member in members]) for name, each in arrays.items()}
-
-            counts = [int(np.count_nonzero(_targets(rollouts[member]))) for member in members]
-            return _Pass(packed, counts, gathered(given), gathered(columns))
-
         seen = Diagnostics()
         # All passes are packed and on their way to the device before the first starts, so that none waits for the host.
-        for each in [prepared(*each) for each in self._passes(rollouts)]:
+        for each in [_Pass.of(*each, rollouts, given, columns) for each in self._passes(rollouts)]:
             self.num_passes += 1
             # The backward pass is within both: it may recompute layers.
             with (
@@ -270,28 +262,24 @@ class DeviceTrainer:
 
     def tensors(self) -> Arena | ShardedWeights:
         """Return the weights in the engine's dtypes; if there are several ranks, this one's ranges of them."""
-        if self._ranks is None:
-            return self.arena
         if isinstance(self.arena, ShardedArena):
-            return self.arena.weights(is_offered=self._ranks.replica == 0)
-        whole = [(name, 0, view.numel(), view.reshape(-1)) for name, view in self.arena] if self._ranks.rank == 0 else []
-        return ShardedWeights(self.arena.slots, whole)
+            return self.arena.weights(is_offered=self._ranks is not None and self._ranks.replica == 0)
+        return self.arena if self._ranks is None or not self._ranks.rank else ShardedWeights(self.arena.slots, ())
 
     def save(self, folder: Path, *, on_read: Callable[[], None] = lambda: None) -> Fingerprints:
-        """Of several ranks, each returns the fingerprints of its own files."""
-        given = self.model, self._tokenizer, self.optimizer, folder
-        if self._ranks is not None and isinstance(self.arena, ShardedArena):
-            return sharded_saving.save(*given, arena=self.arena, ranks=self._ranks, reference=self._reference, on_read=on_read)
-        if self._ranks is not None and self._ranks.rank:
-            on_read()
-            return {}
-        return saving.save(*given, reference=self._reference, on_read=on_read)
+        return saving.save(
+            self.model,
+            self._tokenizer,
+            self.optimizer,
+            folder,
+            arena=self.arena,
+            ranks=self._ranks,
+            reference=self._reference,
+            on_read=on_read,
+        )
 
     def load(self, folder: Path) -> None:
-        if isinstance(self.arena, ShardedArena):
-            sharded_saving.load(self.model, self.optimizer, folder, arena=self.arena, reference=self._reference)
-        else:
-            saving.load(self.model, self.optimizer, folder, reference=self._reference)
+        saving.load(self.model, self.optimizer, folder, arena=self.arena, reference=self._reference)
 
     @property
     def _reference(self) -> FrozenModel | None:
@@ -415,12 +403,10 @@ class DeviceTrainer:
         return None if self._values is None else self._values(rows.float()).squeeze(1)
 
     def _hidden(self, model: PreTrainedModel, packed: Packed, sharding: Sharding | None) -> Tensor:
-        """[targets, width]: the hidden state that predicts each target."""
-        context = make_context(packed.layout, self._device, self._exact)
-        hidden = hidden_states(model, packed.token_ids, packed.positions, context)
+        rows = packed_hidden(model, packed, exact=self._exact)
         if sharding is not None:
             sharding.use_head()
-        return hidden.index_select(0, packed.rows)
+        return rows
 
 
 def _targets(rollout: Rollout) -> Array:

@@ -59,7 +59,6 @@ class Segment:
         }
 
     def _state_shapes(self, count: int) -> dict[str, tuple[int, ...]]:
-        """Of each state tensor, for so many numbers."""
         return dict.fromkeys(self.STATE, (count,))
 
     def update(self, learning_rate: float, *, step: Tensor, shrink: Tensor, is_odd: Tensor) -> None:
@@ -121,8 +120,6 @@ class Segment:
 
 
 class AdamW(Segment):
-    """One kernel for the whole segment."""
-
     STATE: ClassVar = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
     def update(self, learning_rate: float, **given: Tensor) -> None:

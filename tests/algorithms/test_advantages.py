@@ -21,8 +21,9 @@ from headrace.algorithms import (
     turn_gae,
     turns_of,
 )
+from headrace.bench.loads import finished
 from headrace.bench.stubs import answer
-from headrace.records import Call, Episode, FinishReason, Rollout, Sampling, Scored
+from headrace.records import Episode, FinishReason, Rollout, Scored
 
 rewards = st.lists(st.integers(-8, 8).map(lambda number: number / 4), min_size=2, max_size=9)
 
@@ -157,10 +158,7 @@ def test_rewards_fall_on_the_trained_token_they_followed_from() -> None:
 
 
 def sampled(rollout: Rollout, count: int) -> Rollout:
-    start, how = len(rollout), {"engine": "x", "sampling": Sampling(), "started": 0.0, "finished": 1.0}
-    call = Call(start=start, stop=start + count, finish_reason=FinishReason.STOP, **how)
-    arrays = {"token_ids": np.ones(count, np.int32), "logprobs": np.zeros(count, np.float32)}
-    return rollout.extend(call, **arrays, versions=np.zeros(count, np.int32), policy="policy", lineage="")
+    return finished(rollout, np.ones(count), logprobs=0.0, reason=FinishReason.STOP)
 
 
 def conversation(turns: list[tuple[int, int, float, float]], id: str) -> Rollout:

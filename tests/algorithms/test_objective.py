@@ -14,7 +14,8 @@ from per_token import COUNTS, VERSION, clipped_grpo, make_tokens, plain
 
 from headrace.algorithms import CORRECTIONS
 from headrace.algorithms.token_objective import Objective, batch_corrections, objective, ratio_base
-from headrace.records import Batch, Call, FinishReason, Rollout, Sampling, Source
+from headrace.bench.loads import finished
+from headrace.records import Batch, FinishReason, Rollout
 from headrace.trainer.diagnostics import Diagnostics, is_sampled_by
 
 if TYPE_CHECKING:
@@ -134,30 +135,11 @@ def test_ratios_are_taken_against_what_the_correction_leaves() -> None:
 
 def rollout(name: str, logprobs: list[float], *, versions: list[int] | None = None) -> Rollout:
     """Two tokens of prompt, then these."""
-    count = len(logprobs)
-    is_drawn = np.arange(count + 2) >= 2
-    call = Call(
-        start=2,
-        stop=count + 2,
-        engine="e",
-        sampling=Sampling(max_tokens=max(count, 1)),
-        finish_reason=FinishReason.STOP,
-        started=0.0,
-        finished=0.0,
-    )
-    return Rollout(
-        id=name,
-        episode=name,
-        group=name,
-        index=0,
-        token_ids=np.arange(count + 2, dtype=np.int32),
-        source=np.where(is_drawn, Source.SAMPLED, Source.PROMPT).astype(np.int8),
-        loss_mask=is_drawn,
-        logprobs=np.concatenate([np.zeros(2), logprobs]).astype(np.float32),
-        versions=np.concatenate([np.full(2, -1), versions or [VERSION] * count]).astype(np.int32),
-        calls=(call,) if count else (),
-        finish_reason=FinishReason.STOP if count else None,
-    )
+    prompt = Rollout.from_prompt([0, 1], id=name)
+    if not logprobs:
+        return prompt
+    token_ids = np.arange(2, 2 + len(logprobs))
+    return finished(prompt, token_ids, logprobs=np.array(logprobs), version=versions or VERSION, reason=FinishReason.STOP)
 
 
 def as_batch(tokens: TokenTensors, **changes) -> tuple[Batch, list[np.ndarray]]:

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from headrace.bench import learn
-from headrace.cli import main
 
 
 def test_each_loss_has_a_row_for_each_seed(tmp_path, monkeypatch, capsys):
@@ -46,17 +45,3 @@ def test_every_goal_of_a_seed_is_judged(monkeypatch, capsys, change):
     assert ("missed: seed 1" in capsys.readouterr().out) == bool(change)
     assert learn.run(quick=True, json_file=None) == 0
     assert "missed" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["learn", "--losses=grpo,gpro"], "'gpro' is none of those with settings here: grpo, grpo+dual_clip, cispo"),
-        (["learn", "--losses=,"], "name at least one of grpo"),
-        (["step", "--losses=grpo"], "only `headrace bench learn` has losses"),
-    ],
-)
-def test_a_mistake_is_answered_before_anything_is_trained(capsys, arguments, message):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *arguments])
-    assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -1,15 +1,21 @@
-"""The harness: a part that fails stops no other, rows are on disk as they come, contestants take turns, children answer."""
+"""The command and the harness: parts that fail stop no others, rows are on disk as they come, contestants take turns, children
+answer."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from headrace.bench import partial
 from headrace.bench.child import Child, PeerFailed
-from headrace.bench.harness import Row, choose, run_parts, take_turns
+from headrace.bench.command import BENCH_OPTIONS, BENCHES
+from headrace.bench.harness import Row, choose, missed, run_parts, show, take_turns
+from headrace.cli import main
 from headrace.settings import ConfigError
 
 
@@ -36,6 +42,29 @@ def test_a_part_that_fails_keeps_its_rows_and_the_others_go_on(tmp_path, capsys)
     assert json.loads(file.read_text())["rows"][0]["goal"] == "≤ 3, not judged"
     assert run_parts("x", slow, only=None, quick=False, json_file=None) == 1
     assert "missed: slow: 4 s, goal ≤ 3" in capsys.readouterr().out
+
+
+def test_goals_are_judged_by_what_they_say() -> None:
+    rows = [
+        Row("fast", 10.0, "tokens/s", goal="≥ 10"),
+        Row("slow", 9.9, "tokens/s", goal="≥ 10"),
+        Row("small", 1e-5, "nats", goal="≤ 1e-5"),
+        Row("large", 2e-5, "nats", goal="≤ 1e-5"),
+        Row("nothing", float("nan"), "s", goal="≤ 30"),
+        Row("told", 1.0, "s"),
+        Row("between", 0.2, "share", goal="0.20 to 0.40"),
+        Row("below", 0.19, "share", goal="0.20 to 0.40"),
+        Row("above", 0.41, "share", goal="0.20 to 0.40"),
+    ]
+    assert [line.split(":")[0] for line in missed(rows)] == ["slow", "large", "nothing", "below", "above"]
+
+
+def test_bounds_and_peers_have_columns_only_where_there_are_some(capsys) -> None:
+    show("other", [Row("a", 1.0, "s")])
+    assert "bound" not in capsys.readouterr().out
+    show("engine", [Row("a", 1.0, "s", bound=0.5), Row("b", 2.0, "s", peers={"vLLM": 3.25})])
+    said = capsys.readouterr().out
+    assert "bound" in said and "0.5" in said and "vLLM" in said and "3.25" in said
 
 
 def test_parts_are_asked_for_by_name():
@@ -85,3 +114,40 @@ def test_a_child_answers_orders_and_ends_when_it_is_closed(monkeypatch, tmp_path
         with pytest.raises(PeerFailed, match="adder: it has ended: KeyError: 'add'"):
             child.ask({})
     assert child.process.returncode == 1 and "not an answer" in (tmp_path / "log").read_text()
+
+
+def test_the_command_gives_each_benchmark_the_options_it_has_and_exits_as_its_goals_were_met(monkeypatch, capsys):
+    for name in BENCHES:
+        parameters = inspect.signature(importlib.import_module(f"headrace.bench.{name}").run).parameters.keys()
+        takers = {option for option, how in BENCH_OPTIONS.items() if name in how["help"].partition(":")[0].split(", ")}
+        assert parameters == {"quick", "json_file", *takers}, name
+    slow = {"slow": lambda: [[Row("slow", 2.0, "s", goal="≤ 1")]]}
+
+    def measured(*, quick, json_file, device):
+        assert device == "cpu"
+        return run_parts("partial", slow, quick=quick, json_file=json_file)
+
+    monkeypatch.setattr(partial, "run", measured)
+    for arguments, status in ([], 1), (["--quick"], 0):
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "partial", "--device", "cpu", *arguments])
+        assert ended.value.code == status
+    assert capsys.readouterr().out.count("missed: slow: 2 s, goal ≤ 1") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["engine", "--seeds", "3"], "only `headrace bench lag or learn or presets or trl` has seeds"),
+        (["step", "--losses=grpo"], "only `headrace bench learn` has losses"),
+        (["overlap", "--device", "cpu"], "--device = cpu: only `headrace bench partial` has device"),
+        (["engine", "--model", "no/such/folder"], "--model = no/such/folder: the folder does not exist"),
+        (["trainer", "--only=heads"], "it has speed, long, head, mix, sharing"),
+        (["learn", "--losses=grpo,gpro"], "'gpro' is none of those with settings here: grpo, grpo+dual_clip, cispo"),
+        (["learn", "--losses=,"], "name at least one of grpo"),
+    ],
+)
+def test_a_mistake_is_answered_before_anything_is_measured(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -19,7 +19,6 @@ from headrace.bench.harness import run_parts
 from headrace.bench.loads import write_random_model
 from headrace.bench.measure import GpuMemory
 from headrace.bench.step import (
-    LongTail,
     Peers,
     budget_of,
     first_word_is_even,
@@ -30,6 +29,7 @@ from headrace.bench.step import (
 )
 from headrace.bench.step_plan import LONG, Variant, make_plan, variants
 from headrace.bench.step_trl import TrlSteps, measure_steps
+from headrace.bench.stubs import PlannedLengths
 from headrace.config import make_recipe
 from headrace.records import Rollout, Sampling
 
@@ -88,7 +88,7 @@ def test_a_long_tail_gives_every_sibling_its_length_and_every_step_the_same_work
             asked.append(self.sampling.max_tokens)
             return rollout
 
-    environment = LongTail(plan)
+    environment = PlannedLengths(plan.length_of)
     episodes = [asyncio.run(environment.run({"prompt": "w1"}, FakeClient(number))) for number in range(24)]
     assert asked == [min(length, 16) for length in lengths] + lengths + lengths
     assert episodes[5].group == "g1" and len(episodes[5].rollouts) == 1

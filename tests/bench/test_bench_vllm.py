@@ -13,6 +13,7 @@ import pytest
 from vllm_server import MISSING, VARIABLES, vllm_python
 
 from headrace.bench import vllm
+from headrace.bench.loads import finished
 from headrace.bench.vllm_update import (
     IN_ORDER,
     LOAD,
@@ -30,7 +31,7 @@ from headrace.engine.native.engine import NativeEngine
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.observe import ProcessTimeline
-from headrace.records import Call, FinishReason, Rollout, Sampling, Source
+from headrace.records import FinishReason, Rollout, Sampling
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 if TYPE_CHECKING:
@@ -44,21 +45,8 @@ if TYPE_CHECKING:
 
 def drawn(*versions: int, finish_reason: FinishReason = FinishReason.ABORT) -> Rollout:
     """One that was sampled by these versions after a prompt of one token."""
-    count = len(versions)
-    call = Call(start=1, stop=1 + count, engine="e", sampling=Sampling(), finish_reason=finish_reason, started=0, finished=0)
-    return Rollout(
-        id="a",
-        episode="",
-        group="",
-        index=0,
-        token_ids=np.arange(1 + count),
-        source=np.asarray([Source.PROMPT] + [Source.SAMPLED] * count),
-        loss_mask=np.asarray([False] + [True] * count),
-        logprobs=np.zeros(1 + count),
-        versions=np.asarray([-1, *versions]),
-        calls=(call,),
-        finish_reason=finish_reason,
-    )
+    prompt = Rollout.from_prompt([0], id="a")
+    return finished(prompt, np.arange(1, 1 + len(versions)), version=versions, reason=finish_reason)
 
 
 @pytest.mark.parametrize(

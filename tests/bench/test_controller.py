@@ -77,12 +77,6 @@ def test_memory_in_flight_does_not_grow_over_a_simulated_hour(monkeypatch) -> No
     assert second < 1.05 * first, "no more in the last third than in the one before"
 
 
-def test_a_benchmark_without_seeds_refuses_them(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "controller", "--seeds=3"])
-    assert ended.value.code == 2 and "only `headrace bench lag or learn or presets or trl` has seeds" in capsys.readouterr().err
-
-
 def test_many_engines_answer_all_of_a_run():
     rows = {row.name: row.value for row in crowd_rows(Crowd(engines=6, slots=2, rollouts=64, batch=16, median=300, most=2_000))}
     assert 0 < rows["tokens of a rollout, on average"] < 2_000 and rows["bytes from engines per token"] > 12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pydoc
 import statistics
@@ -19,10 +18,9 @@ from headrace.bench.child import PeerFailed
 from headrace.bench.engine import alternate, decode_rows, first_token_seconds, make_plan
 from headrace.bench.engine_native import StepRecord, Turn, bytes_read, copy_bandwidth, generate, scheduling_cost
 from headrace.bench.engine_peers import VllmPeer, continuous_generate, load_plain, padded_generate
-from headrace.bench.harness import Row, missed, show
+from headrace.bench.harness import Row, missed
 from headrace.bench.loads import SMALL, Load, Workload, lognormal_lengths, write_random_model
 from headrace.bench.measure import KL, MAX, MEAN, compare, trainer_logprobs
-from headrace.cli import main
 from headrace.engine.native.core import EngineCore
 from headrace.model.load import load_model
 
@@ -307,21 +305,6 @@ def test_an_engine_that_does_not_start_says_why(tmp_path) -> None:
         first_token_seconds(str(tmp_path / "absent"), make_plan("cpu", quick=True))
 
 
-def test_goals_are_judged_by_what_they_say() -> None:
-    rows = [
-        Row("fast", 10.0, "tokens/s", goal="≥ 10"),
-        Row("slow", 9.9, "tokens/s", goal="≥ 10"),
-        Row("small", 1e-5, "nats", goal="≤ 1e-5"),
-        Row("large", 2e-5, "nats", goal="≤ 1e-5"),
-        Row("nothing", float("nan"), "s", goal="≤ 30"),
-        Row("told", 1.0, "s"),
-        Row("between", 0.2, "share", goal="0.20 to 0.40"),
-        Row("below", 0.19, "share", goal="0.20 to 0.40"),
-        Row("above", 0.41, "share", goal="0.20 to 0.40"),
-    ]
-    assert [line.split(":")[0] for line in missed(rows)] == ["slow", "large", "nothing", "below", "above"]
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_load_fits_the_engine_and_every_goal_can_be_read(device) -> None:
     plan = make_plan(device, quick=False)
@@ -331,46 +314,3 @@ def test_every_load_fits_the_engine_and_every_goal_can_be_read(device) -> None:
     goals = {goal for load in loads for goal in load.goals.values()} | {plan.start_goal, plan.logprob_goal} - {""}
     assert len(missed([Row("", float("nan"), "", goal=goal) for goal in goals])) == len(goals) > 1
     assert {name for load in loads for name in load.goals} <= {"", "vLLM", "model.generate", "roofline"}
-
-
-def test_bounds_and_peers_have_columns_only_where_there_are_some(capsys) -> None:
-    show("other", [Row("a", 1.0, "s")])
-    assert "bound" not in capsys.readouterr().out
-    show("engine", [Row("a", 1.0, "s", bound=0.5), Row("b", 2.0, "s", peers={"vLLM": 3.25})])
-    said = capsys.readouterr().out
-    assert "bound" in said and "0.5" in said and "vLLM" in said and "3.25" in said
-
-
-def test_the_command_judges(monkeypatch, folder, capsys) -> None:
-    monkeypatch.setattr(engine, "measure", lambda *_, model: [[Row("slow", 1.0, "tokens/s", goal="≥ 2")]])
-    for arguments, status in (([], 1), (["--quick"], 0), (["--model", folder], 1)):
-        with pytest.raises(SystemExit) as ended:
-            main(["bench", "engine", *arguments])
-        assert ended.value.code == status
-    assert "missed: slow: 1 tokens/s, goal ≥ 2" in capsys.readouterr().out
-
-
-def test_what_was_measured_before_a_failure_is_not_lost(monkeypatch, tmp_path, capsys) -> None:
-    def measure(*_, model):
-        yield [Row("first", 1.0, "tokens/s")]
-        raise RuntimeError("the rest failed")
-
-    monkeypatch.setattr(engine, "measure", measure)
-    assert engine.run(quick=True, json_file=tmp_path / "out.json") == 1
-    assert [row["name"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]] == ["first"]
-    said = capsys.readouterr().out
-    assert "first" in said and "failed: RuntimeError: the rest failed" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["controller", "--model", "."], "only `headrace bench engine or sync or trl or vllm` has model"),
-        (["engine", "--seeds", "3"], "only `headrace bench lag or learn or presets or trl` has seeds"),
-        (["engine", "--model", "no/such/folder"], "--model = no/such/folder: the folder does not exist"),
-    ],
-)
-def test_an_option_in_the_wrong_place_is_refused(capsys, arguments, message) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *arguments])
-    assert ended.value.code == 2 and message in capsys.readouterr().err

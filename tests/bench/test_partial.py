@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 
-from headrace.bench import partial
 from headrace.bench.partial import CHOICES, figures_of, make_plan, measure, rows_of
 from headrace.bench.step_recorder import RecordedStep, exchanges_of, stalls_of, usual_step
-from headrace.cli import main
 
 
 def steps(*rows: tuple) -> list[RecordedStep]:
@@ -94,23 +91,3 @@ def test_every_choice_is_measured():
         assert (values["KV recomputed per update"] > 0) == is_again, name
     assert figures["in turn"]["lag, max"] == figures["in turn"]["tokens wasted"] == 0
     assert figures["drain"]["stall per update"] > 5 * figures["keep"]["stall per update"]
-
-
-def test_the_command(tmp_path, monkeypatch, capsys):
-    slow = steps((1.0, "a", True, 0), (2.0, "a", True, 0), (5.0, "a", True, 1, 4.0, 2.1), (6.0, "a", True, 1))
-    turn = figures_of(seconds=1.0, wasted=0, lags=np.array([0, 1]), steps=slow, recomputed=0)
-
-    def measured(plan):
-        assert plan.device == "cpu"
-        return {"keep": [turn], "drain": [turn]}
-
-    monkeypatch.setattr(partial, "measure", measured)
-    for arguments, status in (((), 1), (("--quick",), 0)):
-        with pytest.raises(SystemExit) as caught:
-            main(["bench", "partial", "--device", "cpu", "--json", str(tmp_path / "out.json"), *arguments])
-        assert caught.value.code == status
-    assert "missed: keep: stall per update: 2 decode steps, goal ≤ 1" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 20
-    with pytest.raises(SystemExit):
-        main(["bench", "overlap", "--device", "cpu"])
-    assert "--device = cpu: only `headrace bench partial` has device" in capsys.readouterr().err

@@ -14,12 +14,12 @@ import pytest
 from helpers import small_run
 from hypothesis import given, settings, strategies as st
 from strategies import episodes, quick, seeds
-from test_kinds import Seen, closes
+from test_kinds import Seen, closes, kill
 
 from headrace.bench.stubs import answer
-from headrace.buffer import Entry, Group, GroupBuffer, Journal, JournalError
+from headrace.buffer import Entry, Facts, Group, GroupBuffer, Journal, JournalError
 from headrace.buffer.segments import Segments
-from headrace.records import Episode, InfraAbort, Scored
+from headrace.records import Episode, InfraAbort, Scored, encode
 from headrace.run.checkpoint import Checkpoint, CheckpointStore
 from headrace.run.policy import PolicyState
 
@@ -69,17 +69,17 @@ def test_any_episodes_come_back_as_they_were(tmp_path_factory, given: list[Episo
     entry = Entry(Group(3, tuple(given), "tasks", 1), task=9)
     journal = open_journal(folder, [])
     journal.write(entry)
-    journal.close(is_over=False)
+    journal.end(is_over=False)
     other = open_journal(folder, [])
     ((head, place),) = other.recover().values()
-    assert (head.number, head.task) == (3, 9) and head.versions == {k: list(v) for k, v in entry.group.versions.items()}
+    assert (head.number, head.task) == (3, 9) and head.versions == entry.group.versions
     again = other.read(place)
     assert [each.id for each in again] == [each.id for each in given]
     for left, right in zip(again, given, strict=True):
         assert left.outcome == right.outcome and left.task == right.task
         for ours, theirs in zip(left.rollouts, right.rollouts, strict=True):
             assert np.array_equal(ours.token_ids, theirs.token_ids) and np.array_equal(ours.versions, theirs.versions)
-    other.close(is_over=True)
+    other.end(is_over=True)
     assert not folder.exists()
 
 
@@ -94,7 +94,7 @@ def test_what_is_before_a_cut_or_a_flipped_byte_is_used_and_the_rest_counted(
     for number in range(6):
         write(journal, number)
         ends.append(journal.num_bytes)
-    journal.close(is_over=False)
+    journal.end(is_over=False)
     (file,) = folder.iterdir()
     content = bytearray(file.read_bytes())
     place = int(where * len(content))
@@ -119,12 +119,20 @@ def test_what_is_before_a_cut_or_a_flipped_byte_is_used_and_the_rest_counted(
 def test_files_of_others_are_left_alone_and_named(tmp_path: Path, said: list[str]) -> None:
     journal = open_journal(tmp_path / "journal", said)
     write(journal, 0)
-    journal.close(is_over=False)
+    journal.end(is_over=False)
     (tmp_path / "journal" / "notes.txt").write_text("mine")
     (tmp_path / "journal" / "00000007.journal").mkdir()
     (tmp_path / "journal" / "00000005.journal").write_text("not a segment at all")
     assert list(open_journal(tmp_path / "journal", said).recover()) == [0]
     assert len(said) == 2 and "20 bytes" in said[0] and "ignored" in said[1] and "00000007.journal, notes.txt" in said[1]
+
+
+def test_blocks_of_another_form_are_counted_as_damaged(tmp_path: Path, said: list[str]) -> None:
+    """As those of an earlier release, whose episodes were in frames of their own."""
+    old = encode({"entries": [[0, 7, {}, 2]], "size": 5, "checksum": 1})
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "00000001.journal").write_bytes(old)
+    assert not open_journal(tmp_path / "journal", said).recover() and f"{len(old)} bytes" in said[0]
 
 
 def test_a_journal_is_bounded_and_a_checkpoint_makes_room(tmp_path: Path, said: list[str]) -> None:
@@ -144,7 +152,7 @@ def test_a_journal_is_bounded_and_a_checkpoint_makes_room(tmp_path: Path, said: 
 def _size_of_one(folder: Path) -> int:
     journal = open_journal(folder, [])
     write(journal, 25)
-    journal.close(is_over=False)
+    journal.end(is_over=False)
     return journal.num_bytes
 
 
@@ -152,12 +160,11 @@ def test_a_segment_with_a_group_that_waits_only_there_outlives_the_checkpoint(tm
     journal = open_journal(tmp_path / "journal", said)
     buffer = GroupBuffer(batch=2, capacity=None, max_bytes=group_of(0).num_bytes + 3000, journal=journal)
     put(buffer, 0, 1, 2)
-    assert [group.is_in_memory for group in buffer.groups()] == [True, False, False]
+    assert [group.stored is None for group in buffer.groups()] == [True, False, False]
     journal.forget(journal.mark())
     taken = buffer.take()
     loaded = buffer.load(taken)
     assert [group.episodes[0].task for group in loaded if isinstance(group, Group)] == [{"n": 0}, {"n": 1}]
-    buffer.loaded(taken)
     journal.forget(journal.mark())
     assert list((tmp_path / "journal").iterdir()), "group 2 is still there"
     buffer.drop(2)
@@ -186,7 +193,7 @@ def test_groups_past_the_bound_wait_on_disk_and_memory_stays_bounded(tmp_path: P
         put(buffer, number, size=8)
         assert buffer.num_bytes <= 10 * one + 50 * 1024
     assert len(buffer) == 60 and buffer.num_episodes == 480
-    assert sum(group.is_in_memory for group in buffer.groups()) < 10
+    assert sum(group.stored is None for group in buffer.groups()) < 10
     assert buffer.groups()[30].num_sampled == group_of(30, size=8).num_sampled
     assert [group.number for group in buffer.suspects(older_than=None)] == list(range(60))
     found = []
@@ -213,14 +220,14 @@ def test_without_room_on_the_disk_the_run_goes_on_in_memory(tmp_path: Path, said
         batch=2, capacity=None, max_bytes=3 * group_of(0).num_bytes, journal=open_journal(tmp_path / "j", said)
     )
     put(buffer, 0, 1, 2, 3)
-    is_in_memory = [group.is_in_memory for group in buffer.groups()]
+    is_in_memory = [group.stored is None for group in buffer.groups()]
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Segments, "_opened", full)
     put(buffer, 4, 5)
-    assert [group.is_in_memory for group in buffer.groups()] == [*is_in_memory, True, True]
+    assert [group.stored is None for group in buffer.groups()] == [*is_in_memory, True, True]
     assert len(said) == 1 and "No space left on device" in said[0] and buffer.is_full
     loaded = [group for _ in range(3) for group in buffer.load(buffer.take())]
     assert [group.number for group in loaded if isinstance(group, Group)] == list(range(6))
@@ -237,16 +244,22 @@ async def test_what_cannot_be_written_ends_the_journal_and_not_the_run(tmp_path:
             await asyncio.sleep(0.001)
     assert len(said) == 1 and "does not travel" in said[0]
     assert [group.number for _ in range(2) for group in buffer.take()] == [0, 1, 2, 3]
-    await asyncio.to_thread(journal.close, is_over=True)
+    await asyncio.to_thread(journal.end, is_over=True)
 
 
-def test_a_damaged_copy_is_an_error_and_the_others_are_not(tmp_path: Path, said: list[str]) -> None:
-    buffer = GroupBuffer(batch=3, capacity=None, max_bytes=1, journal=open_journal(tmp_path / "journal", said))
+def damaged_buffer(folder: Path, said: list[str]) -> GroupBuffer:
+    """Of three groups, the second cannot be read back."""
+    buffer = GroupBuffer(batch=3, capacity=None, max_bytes=1, journal=open_journal(folder / "journal", said))
     put(buffer, 0, 1, 2)
-    (file,) = (tmp_path / "journal").iterdir()
+    (file,) = (folder / "journal").iterdir()
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+    return buffer
+
+
+def test_a_damaged_copy_is_an_error_and_the_others_are_not(tmp_path: Path, said: list[str]) -> None:
+    buffer = damaged_buffer(tmp_path, said)
     first, second, third = buffer.load(buffer.take())
     assert isinstance(first, Group) and isinstance(second, JournalError) and isinstance(third, Group)
     assert "has a damaged entry" in str(second)
@@ -268,7 +281,7 @@ def test_entries_that_are_queued_together_share_a_block_and_come_back_one_by_one
     for number in (79, 3, 40, 0, 41):
         size = 1 + number % 3 if number else 2
         assert [episode.id for episode in journal.read(places[number])] == [f"g{number}/{index}" for index in range(size)]
-    journal.close(is_over=False)
+    journal.end(is_over=False)
     assert {number: place for number, (_, place) in open_journal(tmp_path / "journal", said).recover().items()} == places
 
 
@@ -287,16 +300,12 @@ def test_a_thread_writes_and_what_it_wrote_is_told_to_the_event_loop(tmp_path: P
         write(journal, 50, 51)
 
     asyncio.run(main())
-    journal.close(is_over=False)
+    journal.end(is_over=False)
     assert written[:50] == list(range(50))
     assert list(open_journal(tmp_path / "journal", said).recover()) == list(range(52)), "closing writes the rest"
 
 
 # Runs
-
-
-class Killed(BaseException):
-    """As if by SIGKILL: nothing is saved after it."""
 
 
 SETTINGS: dict[str, Any] = {
@@ -323,21 +332,6 @@ def generated(monkeypatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(Run, "client", noting)
     yield names
-
-
-def kill(folder: Path, monkeypatch, *, at: int, seen: Seen, **settings: Any) -> None:
-    from headrace.run.session import Session
-
-    original = Session._write_version
-
-    def dying(self: Session, *arguments: Any) -> None:
-        if self.policy.version == at:
-            raise Killed
-        original(self, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Session, "_write_version", dying)
-        small_run(folder, callbacks=[seen], **settings)
 
 
 @pytest.mark.parametrize(
@@ -451,12 +445,7 @@ def test_an_aborted_episode_is_in_the_entry(tmp_path: Path, said: list[str]) -> 
 
 
 def test_a_group_that_a_checkpoint_cannot_read_is_left_out_of_it(tmp_path: Path, said: list[str]) -> None:
-    buffer = GroupBuffer(batch=3, capacity=None, max_bytes=1, journal=open_journal(tmp_path / "journal", said))
-    put(buffer, 0, 1, 2)
-    (file,) = (tmp_path / "journal").iterdir()
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    buffer = damaged_buffer(tmp_path, said)
 
     async def weights(folder: Path) -> dict[str, list[int]]:
         folder.mkdir(parents=True)  # noqa: ASYNC240
@@ -485,7 +474,7 @@ def test_a_group_that_its_checkpoint_lost_counts_as_failed_and_is_replaced(tmp_p
 
     def with_lost(self: Checkpoint) -> Iterator[Group]:
         yield from original(self)
-        yield Group.lost(number, num_episodes=4, num_sampled=80)
+        yield Group(number, (), told=Facts([], {}, 4, 80))
 
     monkeypatch.setattr(Checkpoint, "buffered", with_lost)
     result = small_run(tmp_path / "run", **settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers import TASKS, small_run
@@ -17,6 +17,9 @@ from headrace.config import make_recipe
 from headrace.records import Episode
 from headrace.settings import ConfigError
 from headrace.staleness import make_gate
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def one(number: int) -> Group:
@@ -329,25 +332,32 @@ def test_episodes_enter_one_by_one_and_lost_ones_are_replaced(tmp_path, max_lag)
     assert are_apart or max_lag == 0, "siblings are trained apart, but where those left over are too old"
 
 
-def test_siblings_that_are_trained_apart_outlive_a_restart(tmp_path, monkeypatch) -> None:
-    """Part of a group is trained or waits when the checkpoint is written, and the rest is in flight."""
+class Killed(BaseException):
+    """As if by SIGKILL: nothing is saved after it."""
+
+
+def kill(folder: Path, monkeypatch, *, at: int, seen: Seen, **settings: Any) -> None:
     from headrace.run.session import Session
 
-    class Killed(BaseException): ...
-
-    original, settings = Session._write_version, {"steps": 8, "held_out": None, "checkpoint": {"every": 2}, "tasks": TASKS}
-    settings |= {"buffer": {"unit": "episode"}, "train": {"advantage": "global"}, "staleness": {"max_lag": 2}}
-    settings |= {"model": {"context": 64}, "sampling": {"max_tokens": 40}}
-    before, after = Seen(), Seen()
+    original = Session._write_version
 
     def dying(self: Session, *arguments: Any) -> None:
-        if self.policy.version == 5:
+        if self.policy.version == at:
             raise Killed
         original(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Session, "_write_version", dying)
-        small_run(tmp_path / "run", callbacks=[before], **settings)
+        small_run(folder, callbacks=[seen], **settings)
+
+
+def test_siblings_that_are_trained_apart_outlive_a_restart(tmp_path, monkeypatch) -> None:
+    """Part of a group is trained or waits when the checkpoint is written, and the rest is in flight."""
+    settings = {"steps": 8, "held_out": None, "checkpoint": {"every": 2}, "tasks": TASKS}
+    settings |= {"buffer": {"unit": "episode"}, "train": {"advantage": "global"}, "staleness": {"max_lag": 2}}
+    settings |= {"model": {"context": 64}, "sampling": {"max_tokens": 40}}
+    before, after = Seen(), Seen()
+    kill(tmp_path / "run", monkeypatch, at=5, seen=before, **settings)
     result = small_run(tmp_path / "run", callbacks=[after], **settings)
     assert result.summary["accounting"]["trained"] == 8 * 16 and closes(result.summary)
     batches = before.batches[:4] + after.batches

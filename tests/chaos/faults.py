@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,20 @@ class Running:
     @property
     def summary(self) -> dict:
         return json.loads((self.folder / "summary.json").read_text())
+
+    def is_ended_by_the_second_signal(self) -> bool:
+        """Interrupt it while its trainer is stopped, so that the first request cannot be done: it waits, until the second."""
+        self.wait_for_version(3)
+        roles = self.roles()
+        self.hit("trainer", signal.SIGSTOP)
+        self.process.send_signal(signal.SIGINT)
+        time.sleep(2)
+        assert self.process.poll() is None
+        self.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        self.finish()
+        assert time.monotonic() - began < 30 and self.process.returncode == 130
+        return not any(map(is_alive, roles)) and not self.leftovers()
 
     def leftovers(self) -> list[Path]:
         """Sockets and shared memory that bear the launcher's number."""

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -55,16 +54,4 @@ def test_an_interrupt_ends_it_whenever_it_comes(tmp_path, version):
 
 @pytest.mark.long
 def test_a_second_one_ends_it_at_once(tmp_path):
-    """The trainer is stopped, so that the first cannot be done."""
-    run = start(tmp_path)
-    run.wait_for_version(3)
-    roles = run.roles()
-    run.hit("trainer", signal.SIGSTOP)
-    run.process.send_signal(signal.SIGINT)
-    time.sleep(2)
-    assert run.process.poll() is None
-    run.process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    run.finish()
-    assert time.monotonic() - began < 30 and run.process.returncode == 130
-    assert not any(map(is_alive, roles)) and not run.leftovers()
+    assert start(tmp_path).is_ended_by_the_second_signal()

@@ -10,19 +10,13 @@ import time
 import numpy as np
 import pytest
 from faults import Running, again, is_alive, start, wait_until
-from helpers import same_weights
+from helpers import books_close, same_weights
 
 from headrace.errors import command
 from headrace.observe.inspect import read_rollouts
 from headrace.observe.sinks import read_metrics
 
 ENDLESS = "--steps=100000"  # a run that a test ends: on a busy machine it may train many steps before the test sees the first
-
-
-def books_close(summary: dict) -> bool:
-    counts = summary["accounting"]
-    terms = ("trained", "rejected", "failed", "filtered", "unused", "buffered", "in_flight")
-    return counts["submitted"] == sum(counts[name] for name in terms)
 
 
 def check_finished(run: Running, output: str) -> None:
@@ -196,19 +190,7 @@ def test_asked_to_stop_it_saves_and_leaves_nothing(tmp_path, number):
 
 @pytest.mark.long
 def test_asked_twice_it_stops_at_once(tmp_path):
-    """The trainer is stopped, so that the first request cannot be done: it waits, until the second."""
-    run = start(tmp_path, "--heartbeat=300", ENDLESS)
-    run.wait_for_version(3)
-    roles = run.roles()
-    run.hit("trainer", signal.SIGSTOP)
-    run.process.send_signal(signal.SIGINT)
-    time.sleep(2)
-    assert run.process.poll() is None
-    run.process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    run.finish()
-    assert time.monotonic() - began < 30 and run.process.returncode == 130
-    assert not any(map(is_alive, roles)) and not run.leftovers()
+    assert start(tmp_path, "--heartbeat=300", ENDLESS).is_ended_by_the_second_signal()
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from stepping import run
 
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.core import EngineCore
@@ -26,8 +27,7 @@ def generate(core: EngineCore, count: int, *, max_tokens: int = 20) -> list[Roll
         ids = np.random.default_rng(index).integers(6, 90, size=2 + index % 13)
         sampling = Sampling(max_tokens=1 + (index * 7) % max_tokens, seed=index, temperature=0.5 + index % 3)
         core.submit(Request(Rollout.from_prompt(ids, id=str(index)), sampling, on_done=lambda r: done.__setitem__(r.id, r)))
-    while core.has_work:
-        core.step()
+    run(core)
     return [done[str(index)] for index in range(count)]
 
 
@@ -40,8 +40,7 @@ def test_transformers_own_greedy_generation_agrees(tiny_model: str) -> None:
     done: list[Rollout] = []
     core = EngineCore(load_model(tiny_model), name="e", slots=2, context=64)
     core.submit(Request(Rollout.from_prompt(ids[0].tolist(), id="r"), Sampling(max_tokens=20, temperature=0), done.append))
-    while core.has_work:
-        core.step()
+    run(core)
     assert done[0].token_ids.tolist() == expected.tolist()
 
 
@@ -116,8 +115,7 @@ def test_a_rollout_that_can_never_fit_into_the_cache_is_refused_by_name(tiny_mod
     ):
         core.submit(Request(prompt, Sampling(max_tokens=13), on_done=done.append))
     core.submit(Request(prompt, Sampling(max_tokens=12), on_done=done.append))
-    while core.has_work:
-        core.step()
+    run(core)
     assert done[0].num_sampled == 12
 
 
@@ -131,8 +129,7 @@ def test_a_draw_from_the_whole_vocabulary_has_no_mask_in_any_company(tiny_model:
         for index, sampling in enumerate([early, *others]):
             prompt = Rollout.from_prompt([7, 8, 9 + index], id=str(index))
             core.submit(Request(prompt, sampling, on_done=lambda r, done=done: done.__setitem__(r.id, r)))
-        while core.has_work:
-            core.step()
+        run(core)
         masks.append(done["0"].sampling_mask)
     assert masks[0] == masks[1]
     assert [masks[1].row(index).tolist() for index in range(3, 11)] == [[~1]] * 3 + [[]] * 5
@@ -143,8 +140,7 @@ def test_a_mask_is_recorded_only_where_it_is_kept(tiny_model: str) -> None:
     for name, keep_mask in (("kept", True), ("dropped", False)):
         sampling = Sampling(max_tokens=8, min_tokens=8, top_k=5, stop_ids=(1,), seed=4, keep_mask=keep_mask)
         core.submit(Request(Rollout.from_prompt([7, 8], id=name), sampling, on_done=lambda r: done.__setitem__(r.id, r)))
-    while core.has_work:
-        core.step()
+    run(core)
     assert np.array_equal(done["kept"].token_ids, done["dropped"].token_ids)
     assert done["dropped"].sampling_mask is None and len(done["kept"].sampling_mask.ids) == 8 * 5
 
@@ -155,8 +151,7 @@ def test_min_tokens_costs_few_bytes_a_token(tiny_model: str) -> None:
     for given in ({}, {"min_tokens": 40}):
         sampling = Sampling(max_tokens=40, stop_ids=(1, 2), seed=4, **given)
         core.submit(Request(Rollout.from_prompt([7, 8], id="r"), sampling, on_done=done.append))
-    while core.has_work:
-        core.step()
+    run(core)
     plain, early = sorted(done, key=lambda rollout: rollout.calls[0].sampling.min_tokens)
     assert early.num_sampled == 40
     cost = len(encode(pack_rollouts([early]))) / 42 - len(encode(pack_rollouts([plain]))) / len(plain)

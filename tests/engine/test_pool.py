@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
+from headrace.bench.loads import finished
 from headrace.engine import PromptTooLong, remote_engine, worker
-from headrace.engine.request import append_call
+from headrace.engine.remote_engine import PoolRequest
 from headrace.errors import SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.partial import Interrupt
-from headrace.records import SAMPLED_ENTROPY, Call, FinishReason, Rollout, Sampling, WireError, frames
+from headrace.records import SAMPLED_ENTROPY, FinishReason, Rollout, Sampling, WireError, frames
 from headrace.rpc import Peer
 
 if TYPE_CHECKING:
@@ -193,7 +196,8 @@ def notices(monkeypatch) -> Counter[str]:
 
 
 @pytest.mark.usefixtures("small_pieces")
-async def test_work_and_results_are_cut_by_their_bytes(bench: Pooled, notices):
+async def test_work_and_results_are_cut_by_their_bytes(bench: Pooled, notices, monkeypatch):
+    monkeypatch.setattr(worker, "TELL_SECONDS", 1e9)  # all is told at the end
     far = await bench.join(slots=64, context=700)
     await bench.pool.pause(Interrupt.KEEP)
     await until(lambda: far.remote.credit == 128)
@@ -205,7 +209,7 @@ async def test_work_and_results_are_cut_by_their_bytes(bench: Pooled, notices):
     await until(lambda: far.core.num_sampled > 300)
     await bench.pool.pause(Interrupt.ABORT)  # all of them end at once
     done = await asyncio.gather(*calls)
-    assert [each.id for each in done] == [each.id for each in rollouts] and 20 <= notices["done"] <= 60
+    assert [each.id for each in done] == [each.id for each in rollouts] and 2 <= notices["sampled"] <= 60
     assert all(np.array_equal(each.token_ids[:400], given.token_ids) for each, given in zip(done, rollouts, strict=True))
     assert not far.worker._requests and not far.requests
     await until(lambda: far.remote.credit == 128)
@@ -233,12 +237,12 @@ async def test_work_that_cannot_be_sent_fails_alone(bench: Pooled):
 async def test_results_that_cannot_be_sent_are_not_forgotten_and_end_the_engine(bench: Pooled, monkeypatch):
     """As child processes do, the test loses the engine when its worker has failed."""
 
-    def raise_wire_error(_: object) -> None:
+    def raise_wire_error(_: object, *, policy: str) -> None:
         raise WireError("too odd")
 
     far = await bench.join()
     refuse = pytest.MonkeyPatch()
-    refuse.setattr(worker, "pack_rollouts", raise_wire_error)
+    refuse.setattr(worker, "pack_sampled", raise_wire_error)
     call = asyncio.ensure_future(bench.pool.generate(prompt(), Sampling(max_tokens=3, seed=1)))
     with pytest.raises(WireError, match="too odd"):
         await far.worker.failed
@@ -288,6 +292,31 @@ async def test_a_lost_engines_rollouts_go_on_from_what_it_told(bench: Pooled, mo
     for again in await asyncio.gather(*calls[2:]):
         assert again.finish_reason is FinishReason.LENGTH and again.num_sampled == 60 and len(again.calls) == 1
     assert [name for name in order if name not in ("r0", "r1")] == ["r2", "r3"]
+
+
+async def test_a_call_is_reported_when_it_has_grown_by_an_eighth_and_a_stream_after_every_step(bench: Pooled, monkeypatch):
+    monkeypatch.setattr(worker, "TELL_SECONDS", 0.0)
+    reported: dict[str, list[tuple[int, int]]] = {"whole": [], "stream": []}
+    add = PoolRequest.add
+
+    def recorded(self: PoolRequest, new: Any, *more: Any) -> None:
+        reported[self.rollout.id].append((self.num_known, len(new)))
+        add(self, new, *more)
+
+    monkeypatch.setattr(PoolRequest, "add", recorded)
+    await bench.join(slots=2)
+    streamed = [0]
+    calls = [
+        bench.pool.generate(prompt("whole", seed=1), Sampling(max_tokens=80, seed=1)),
+        bench.pool.generate(prompt("stream", seed=2), Sampling(max_tokens=80, seed=2), on_tokens=streamed.append),
+    ]
+    whole, stream = await asyncio.gather(*calls)
+    assert whole.num_sampled == stream.num_sampled == 80
+    *grown, _ = reported["whole"]  # the last came with the end
+    few = [(known, new) for known, new in grown if new <= known / 8]
+    assert 1 <= len(few) <= 8 and len(grown) <= 32, "and every tenth time whatever has grown"
+    assert all(new <= max(2, known / 8 + 2) for known, new in grown), "and as soon as it has"
+    assert len(reported["stream"]) >= 70
 
 
 async def test_an_engine_that_leaves_finishes_its_calls_and_gets_no_others(bench: Pooled):
@@ -369,18 +398,7 @@ async def test_a_report_read_after_its_engine_was_lost_is_not_counted_again(benc
 
 
 def aborted(name: str, *, seed: int) -> Rollout:
-    whole = prompt(name, seed=seed)
-    call = Call(start=6, stop=7, engine="e", sampling=Sampling(), finish_reason=FinishReason.ABORT, started=0.0, finished=0.0)
-    return append_call(
-        whole,
-        call,
-        token_ids=np.array([9], dtype=np.int32),
-        logprobs=np.array([-1.0], dtype=np.float32),
-        versions=np.array([2], dtype=np.int32),
-        masks=[],
-        policy="policy",
-        lineage="life",
-    )
+    return finished(prompt(name, seed=seed), np.array([9]), version=2, lineage="life", reason=FinishReason.ABORT)
 
 
 async def test_interrupted_rollouts_go_first_in_the_order_they_come(bench: Pooled):
@@ -660,26 +678,39 @@ async def test_turns_do_not_wait_for_an_engine_that_is_behind(bench: Pooled):
 # Later turns: only what is new travels
 
 
+async def test_a_call_that_ended_otherwise_than_was_reported_is_sent_whole(bench: Pooled, monkeypatch):
+    far, told, checks = await bench.join(slots=2), [], itertools.count()
+    monkeypatch.setattr(worker, "zlib", SimpleNamespace(crc32=lambda *_: next(checks)))  # none is like another
+    _, back = sent_tokens(far)
+    sampling = Sampling(max_tokens=60, seed=3)
+    rollout = await bench.pool.generate(prompt("r"), sampling, on_tokens=lambda new: told.extend(new.token_ids))
+    alone = await far.engine.generate(prompt("r"), sampling)
+    assert len(back) > 1 and back[-1] == rollout.num_sampled == 60, "the last message has all of them"
+    assert told == rollout.token_ids[-60:].tolist() == alone.token_ids[-60:].tolist()
+
+
 def sent_tokens(far: Far) -> tuple[list[int], list[int]]:
     """Grow by the tokens of every rollout that travels to an engine and back."""
     to, back = [], []
-    take, done = far.worker._take_work, far.remote._take_done
+    take, sampled = far.worker._take_work, far.remote._take_sampled
 
     def take_work(value: Any) -> None:
         to.extend(value["rollouts"]["rollouts"]["length"])
         take(value)
 
-    def take_done(value: Any) -> None:
-        back.extend(value["rollouts"]["rollouts"]["length"])
-        done(value)
+    def take_sampled(value: Any) -> None:
+        back.append(len(value["tokens"]))
+        sampled(value)
 
-    far.data.notices["work"], far.remote.data.notices["done"] = take_work, take_done  # type: ignore[union-attr]
+    far.data.notices["work"], far.remote.data.notices["sampled"] = take_work, take_sampled  # type: ignore[union-attr]
     return to, back
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=9), Sampling(max_tokens=9, top_k=5, min_tokens=2, stop_ids=(3,))])
-async def test_of_a_later_turn_only_what_is_new_travels(bench: Pooled, sampling):
-    """And the rollout is the one that an engine in this process makes of it."""
+async def test_of_a_later_turn_only_what_is_new_travels(bench: Pooled, sampling, seconds, monkeypatch):
+    """After every step or at the end; and the rollout is the one that an engine in this process makes of it."""
+    monkeypatch.setattr(worker, "TELL_SECONDS", seconds)
     bench.record_entropy = True
     far = await bench.join(slots=2)
     to, back = sent_tokens(far)
@@ -689,7 +720,8 @@ async def test_of_a_later_turn_only_what_is_new_travels(bench: Pooled, sampling)
         seeded, start = sampling.with_seed(turn), len(rollout)
         rollout = await bench.pool.generate(rollout, seeded)
         alone = await far.engine.generate(alone.replace(id=f"alone {turn}"), seeded)
-        assert back[-1] == (len(rollout) if turn == 0 else len(rollout) - start)
+        assert sum(back) == len(rollout) - start and (len(back) > 1) is (seconds == 0)
+        back.clear()
         for name in ("token_ids", "source", "loss_mask", "versions", "sampling_mask", "finish_reason", "lineage"):
             assert np.array_equal(getattr(rollout, name), getattr(alone, name)), (turn, name)
         np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5)
@@ -698,6 +730,16 @@ async def test_of_a_later_turn_only_what_is_new_travels(bench: Pooled, sampling)
         assert spans[0] == spans[1] and len(spans[0]) == turn + 1
         rollout, alone = rollout.append([7, 8 + turn]), alone.append([7, 8 + turn])
     assert to == [12, 2, 2, 2]
+
+
+async def test_a_turn_at_an_engine_that_records_no_entropy_any_more(bench: Pooled, monkeypatch):
+    """As after a run is resumed with other settings. Some of its tokens are reported before it ends."""
+    monkeypatch.setattr(worker, "TELL_SECONDS", 0.0)
+    await bench.join(slots=2)
+    sampling = Sampling(max_tokens=4, seed=1)
+    before = prompt("r").demonstrate([8, 9], engine="engine-7").replace(columns={SAMPLED_ENTROPY: np.full(8, 0.5, np.float32)})
+    rollout = await asyncio.wait_for(bench.pool.generate(before, sampling), 30)
+    assert rollout.columns[SAMPLED_ENTROPY].tolist() == [0.5] * 8 + [0.0] * 4
 
 
 async def test_what_an_engine_no_longer_has_is_sent_whole(bench: Pooled, monkeypatch):

@@ -8,9 +8,11 @@ import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
-from headrace.engine import EnginePool, RemoteEngine, pack_tokens
-from headrace.records import FinishReason, Rollout, Sampling, SamplingMask, decode, encode, pack_rollouts
+from headrace.engine import EnginePool, RemoteEngine, SampledSince, pack_sampled
+from headrace.engine.request import CallEnd
+from headrace.records import FinishReason, Rollout, Sampling, SamplingMask, WireError, decode, encode
 
 NAMES = ("token_ids", "logprobs", "versions")
 
@@ -33,17 +35,11 @@ class Asked:
         return value
 
     def report(self, tokens: int, *, version: int = 0, masks: dict | None = None):
-        keys, total = list(self.engine.requests), tokens * len(self.engine.requests)
-        return self.tell(
-            "sampled",
-            {
-                "calls": [[key, tokens, 0.0, "life"] for key in keys],
-                "tokens": pack_tokens(np.arange(total), np.full(total, -0.5), np.full(total, version)),
-                "entropies": None,
-                "masks": masks or {},
-                "policy": "policy",
-            },
-        )
+        news, rest = [], (np.full(tokens, -0.5), np.full(tokens, version))
+        for place, request in enumerate(self.engine.requests.values()):
+            ids = np.arange(place * tokens, (place + 1) * tokens)
+            news.append(SampledSince(request, ids, *rest, (masks or {}).get(str(place), ()), "life"))
+        return self.tell("sampled", pack_sampled(news, policy="policy"))
 
 
 @contextlib.asynccontextmanager
@@ -123,12 +119,111 @@ async def test_the_oldest_version_of_a_resumed_call_is_that_of_its_earlier_calls
         assert [(call.oldest, call.num_sampled, call.partial().num_sampled) for call in found] == [(4, 5, 5), (4, 2, 5)]
 
 
-async def test_long_rollouts_that_ended_together_do_not_keep_each_other_in_memory() -> None:
+@pytest.mark.parametrize("num_before", [0, 400])
+async def test_an_ended_call_is_what_was_reported_and_the_rest_and_keeps_no_message(num_before: int) -> None:
     async with asking(calls=3) as asked:
         asked.report(400)
-        partials = [call.partial() for call in await asked.pool.in_flight()]
-        keys = np.array(list(asked.engine.requests))
-        message = asked.tell("done", {"keys": keys, "starts": np.zeros_like(keys), "rollouts": pack_rollouts(partials)})
-        for rollout, partial in zip(await asyncio.gather(*asked.tasks), partials, strict=True):
-            assert rollout == partial
-            assert not any(np.shares_memory(getattr(rollout, name), message["rollouts"][name]) for name in NAMES)
+        reported = [call.partial() for call in await asked.pool.in_flight()]
+        requests = list(asked.engine.requests.values())
+        asked.report(7, version=1)
+        whole = [call.partial() for call in await asked.pool.in_flight()]
+        for request in requests:  # as if the second report had not come
+            request.num_known = 400
+        rests = [SampledSince.rest(*each, num_before=num_before) for each in zip(requests, whole, strict=True)]
+        message = asked.tell("sampled", pack_sampled(rests, policy="policy"))
+        assert len(message["tokens"]) == 3 * (407 - num_before)
+        for rollout, expected, before in zip(await asyncio.gather(*asked.tasks), whole, reported, strict=True):
+            assert rollout == expected and np.array_equal(rollout.token_ids[:402], before.token_ids)
+            assert not any(np.shares_memory(getattr(rollout, name), message["tokens"]) for name in NAMES)
+
+
+async def test_an_end_that_does_not_follow_what_was_reported_is_refused() -> None:
+    async with asking(calls=1) as asked:
+        asked.report(5)
+        (request,), whole = asked.engine.requests.values(), (await asked.pool.in_flight())[0].partial()
+        rest = SampledSince.rest(request, whole, num_before=4)
+        with pytest.raises(WireError, match="goes on from token 4, but 5 were reported"):
+            asked.tell("sampled", pack_sampled([rest], policy="policy"))
+        assert asked.engine.requests
+
+
+def since(request, token_ids: list[int], *, entropy: float | None = None, end: CallEnd | None = None) -> SampledSince:
+    num = len(token_ids)
+    entropies = None if entropy is None else np.full(num, entropy, np.float32)
+    return SampledSince(request, np.array(token_ids), np.full(num, -0.5), np.zeros(num), (), "life", entropies, end)
+
+
+async def test_what_cannot_be_is_refused_and_calls_go_on_from_what_came_before() -> None:
+    async with asking(calls=2) as asked:
+        good, bad = asked.engine.requests.values()
+        asked.tell("sampled", pack_sampled([since(good, [3] * 5), since(bad, [4] * 5)], policy="policy"))
+        ended = [since(good, [5]), since(bad, [6, -6], end=CallEnd(5, "stop", 1.0, None))]
+        with pytest.raises(WireError, match=f"engine-0 reported: rollout 'of call {bad.key}': token_ids holds a negative id"):
+            asked.tell("sampled", pack_sampled(ended, policy="policy"))
+        for mask, entropies in [(SamplingMask.unrestricted(2), None), ((), np.zeros(2, np.float32))]:
+            odd = since(bad, [7])._replace(masks=mask, entropies=entropies)
+            with pytest.raises(WireError, match="engine-0 reported 1 tokens, and masks or entropies of another number"):
+                asked.tell("sampled", pack_sampled([odd], policy="policy"))
+        end = CallEnd(5, "stop", 1.0, None)
+        with pytest.raises(WireError, match="it goes on from token 6, but 5 were reported"):
+            asked.tell(
+                "sampled",
+                pack_sampled([since(good, [5], end=end), since(bad, [7], end=end._replace(num_before=6))], policy="policy"),
+            )
+        asked.pool.lose(asked.engine)
+        found = [await task for task in asked.tasks]
+        assert [each.completion_ids for each in found] == [[3] * 5 + [5], [4] * 5]
+        assert [each.finish_reason for each in found] == [FinishReason.STOP, FinishReason.ABORT]
+
+
+async def test_entropies_are_those_of_the_calls_that_record_them() -> None:
+    """Training calls may, and calls of an evaluation beside them do not."""
+    async with asking(calls=2) as asked:
+        records, does_not = asked.engine.requests.values()
+        asked.tell("sampled", pack_sampled([since(records, [3, 4], entropy=0.5), since(does_not, [5, 6])], policy="policy"))
+        stop = CallEnd(2, "stop", 1.0, None)
+        asked.tell("sampled", pack_sampled([since(does_not, [7], end=stop)], policy="policy"))
+        asked.tell("sampled", pack_sampled([since(records, [8], entropy=0.25, end=stop)], policy="policy"))
+        with_them, without = [await task for task in asked.tasks]
+        assert with_them.columns["sampled_entropy"].tolist() == [0, 0, 0.5, 0.5, 0.25]
+        assert without.completion_ids == [5, 6, 7] and not without.columns
+
+
+async def test_calls_that_end_together_are_right_each_and_one_that_is_odd_is_named() -> None:
+    async with asking(calls=4) as asked:
+        asked.report(3)
+        requests = list(asked.engine.requests.values())
+        mask = SamplingMask.from_rows([np.array([4, 5])] * 1030)
+        added = {1: (np.arange(1030), ()), 2: (np.arange(1030), mask)}  # one is long, one has a mask
+        news = [SampledSince(each, *_drawn(np.arange(at)), (), "life") for at, each in enumerate(requests)]
+        for at, (ids, rows) in added.items():
+            news[at] = SampledSince(requests[at], *_drawn(ids), rows, "life")
+        ends = [each._replace(end=(3, "stop", 1.5, None)) for each in news]
+        asked.tell("sampled", pack_sampled(ends, policy="policy"))
+        found = await asyncio.gather(*asked.tasks)
+        lengths = [len(each.token_ids) for each in news]
+        assert [rollout.num_sampled for rollout in found] == [3 + length for length in lengths] == [3, 1033, 1033, 6]
+        assert asked.pool.num_sampled == {"engine-0": sum(lengths) + 12} and not asked.engine.requests
+        for at, rollout in enumerate(found):
+            assert rollout.token_ids[:5].tolist() == [1, 2, 3 * at, 3 * at + 1, 3 * at + 2]
+            assert rollout.token_ids[5:].tolist() == news[at].token_ids.tolist()
+            call = rollout.calls[0]
+            assert (call.finish_reason, call.finished, call.engine) == (FinishReason.STOP, 1.5, "engine-0")
+        assert found[2].sampling_mask.row(7).tolist() == [4, 5] and found[1].sampling_mask is None
+        assert not np.shares_memory(found[1].token_ids, found[3].token_ids)
+
+
+async def test_an_ended_call_with_a_wrong_token_is_named_and_stays_in_flight() -> None:
+    async with asking(calls=3) as asked:
+        news = [SampledSince(each, *_drawn(np.arange(4)), (), "life") for each in asked.engine.requests.values()]
+        ends = [each._replace(end=(0, "stop", 1.5, None)) for each in news]
+        ends[1] = ends[1]._replace(token_ids=np.array([1, -1, 2, 3]))
+        with pytest.raises(
+            WireError, match=f"engine-0 reported: rollout 'of call {ends[1].request.key}': token_ids holds a negative id"
+        ):
+            asked.tell("sampled", pack_sampled(ends, policy="policy"))
+        assert len(asked.engine.requests) == 3
+
+
+def _drawn(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return ids, np.full(len(ids), -0.5), np.full(len(ids), 2)

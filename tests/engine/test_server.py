@@ -678,13 +678,8 @@ class Broken:
 
 
 async def test_health_follows_the_engine(opened):
-    engines = []
-
-    def wrap(engine: Engine) -> Broken:
-        engines.append(Broken(engine))
-        return engines[0]
-
-    async with opened(wrap=wrap, health_deadline=0.2) as bench:
+    engines: list[Broken] = []
+    async with opened(wrap=lambda engine: engines.append(Broken(engine)) or engines[0], health_deadline=0.2) as bench:
         status, text = await bench.get("/health")
         assert status == 200 and json.loads(text)["status"] == "ok"
         engines[0].answers.clear()
@@ -697,13 +692,8 @@ async def test_health_follows_the_engine(opened):
 
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 async def test_requests_in_flight_are_told_when_the_engine_fails(opened, how):
-    engines = []
-
-    def wrap(engine: Engine) -> Broken:
-        engines.append(Broken(engine))
-        return engines[0]
-
-    async with opened(wrap=wrap, stall_deadline=0.5) as bench:
+    engines: list[Broken] = []
+    async with opened(wrap=lambda engine: engines.append(Broken(engine)) or engines[0], stall_deadline=0.5) as bench:
         stream = await bench.complete(max_tokens=240, ignore_eos=True, stream=True)
         await anext(stream)
         await bench.engine.pause(Interrupt.KEEP)

@@ -18,12 +18,16 @@ from headrace.records import Rollout, Sampling, WeightUpdate
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 
+def made(model: str) -> NativeEngine:
+    core = EngineCore(load_model(model), name="engine-0", slots=1, context=64)
+    return NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+
+
 @pytest.mark.parametrize("how", ["generate", "stream"])
 async def test_a_call_cancelled_while_it_is_submitted_leaves_nothing(tiny_model: str, how: str) -> None:
-    core = EngineCore(load_model(tiny_model), name="engine-0", slots=2, context=64)
-    engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+    engine = made(tiny_model)
     engine.start()
-    loop, submit = asyncio.get_running_loop(), core.submit
+    loop, submit = asyncio.get_running_loop(), engine.core.submit
     prompt, sampling = Rollout.from_prompt([5], id="r"), Sampling(max_tokens=50)
 
     async def call() -> None:
@@ -36,7 +40,7 @@ async def test_a_call_cancelled_while_it_is_submitted_leaves_nothing(tiny_model:
         submit(request)
         loop.call_soon_threadsafe(task.cancel)
 
-    core.submit = submit_then_cancel
+    engine.core.submit = submit_then_cancel
     await engine.pause(Interrupt.KEEP)
     task = asyncio.create_task(call())
     with pytest.raises(asyncio.CancelledError):
@@ -48,11 +52,10 @@ async def test_a_call_cancelled_while_it_is_submitted_leaves_nothing(tiny_model:
 
 
 async def test_a_drain_that_is_cancelled_ends_neither_the_engine_nor_its_work(tiny_model: str) -> None:
-    core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
-    engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+    engine = made(tiny_model)
     engine.start()
     calls = [asyncio.create_task(engine.generate(Rollout.from_prompt([5], id="r"), Sampling(max_tokens=40))) for _ in "ab"]
-    while not core.num_running:  # noqa: ASYNC110  (it runs in another thread)
+    while not engine.core.num_running:  # noqa: ASYNC110  (it runs in another thread)
         await asyncio.sleep(0)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(engine.pause(Interrupt.DRAIN), 0.001)
@@ -62,8 +65,7 @@ async def test_a_drain_that_is_cancelled_ends_neither_the_engine_nor_its_work(ti
 
 
 async def test_an_engine_drained_for_weights_it_cannot_take_goes_on(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
-    engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+    engine = made(tiny_model)
     monkeypatch.setattr(engine, "_stage", lambda update: None)  # so that nothing lies ready
     engine.start()
     with pytest.raises(WeightError, match="no weights lie ready"):
@@ -75,9 +77,8 @@ async def test_an_engine_drained_for_weights_it_cannot_take_goes_on(tiny_model: 
 
 async def test_an_engine_whose_weights_sleep_does_not_score(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU there is no memory behind them: it would end the process."""
-    core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
-    engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
-    core._weights.append(HostMemory(8))  # as on a GPU, where the weights lie in memory that is given back
+    engine = made(tiny_model)
+    engine.core.weights.memories.append(HostMemory(8))  # as on a GPU, where the weights lie in memory that is given back
     engine.start()
     await engine.sleep(weights=True)
     with pytest.raises(WeightError, match="wake it before it scores"):
@@ -93,8 +94,7 @@ async def test_an_update_is_not_staged_over_another(
     tiny_model: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever sent the first may have given it up and sent the next: the thread that copies it goes on."""
-    core = EngineCore(load_model(tiny_model), name="engine-0", slots=1, context=64)
-    engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+    engine = made(tiny_model)
     seen: list[tuple[str, int]] = []
     may_go_on = threading.Event()
 

@@ -512,22 +512,30 @@ sys.exit(1)
     ],
 )
 def test_a_port_that_someone_else_took_in_between_is_tried_again_with_another(monkeypatch, tmp_path, reasons, tries):
-    asked, up = [], object()
+    asked, closed = [], []
 
-    async def fail_at_first(*given, **options):
+    class Launched:
+        async def close(self):
+            closed.append(self)
+
+    def launch(*given, **options):
         asked.append((given, options))
+        return Launched()
+
+    async def fail_at_first(launched, seconds):
         if len(asked) <= len(reasons):
             raise VllmError(f"vLLM did not start: {reasons[len(asked) - 1]}")
-        return up
 
-    monkeypatch.setattr(server, "_start", fail_at_first)
+    monkeypatch.setattr(server, "find_vllm", lambda python: tmp_path)
+    monkeypatch.setattr(server, "_launch", launch)
+    monkeypatch.setattr(server, "_until_up", fail_at_first)
     starting = start("model", ["--flag"], python="python", log=tmp_path / "log", seconds=1)
     if tries > len(reasons):
-        assert asyncio.run(starting) is up
+        assert asyncio.run(starting) not in closed
     else:
         with pytest.raises(VllmError, match=re.escape(reasons[-1])):
             asyncio.run(starting)
-    assert len(asked) == tries and all(each == asked[0] for each in asked)
+    assert len(asked) == tries and all(each == asked[0] for each in asked) and len(closed) == len(reasons)
 
 
 STUBBORN = """

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from fake_vllm import Fake, serving
 from safetensors.torch import load_file
 
+from headrace.config import make_recipe
+from headrace.engine.kind import EnginePlace
 from headrace.engine.vllm import handover as handover_module
 from headrace.engine.vllm.api import VllmApi
 from headrace.engine.vllm.engine import VllmEngine
 from headrace.engine.vllm.handover import FolderHandover
+from headrace.engine.vllm.open import open_engine
+from headrace.engine.vllm.server import VllmServer
 from headrace.engine.vllm.shared_folders import SharedFolders
+from headrace.errors import SyncError
 from headrace.model import ShardedWeights, StagedWeights, lay_out
 from headrace.model.load import load_model
 from headrace.model.weights import describe, named_tensors
 from headrace.observe import Timeline
 from headrace.records import WeightUpdate
-from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport
+from headrace.sync import Lineage, TransportConfig, WeightSync, make_transport, routed
+from headrace.tls import make_certificate
 
 SERVERS, RANKS = 3, 2
 
@@ -127,6 +136,54 @@ def test_what_ranks_publish_is_written_once_for_all_servers(tiny_model, tmp_path
     asyncio.run(main())
 
 
+def test_servers_of_a_host_that_joins_read_one_file_there(tiny_model, tmp_path, written, monkeypatch):
+    """Weights come over HTTP and TLS; the recipe's handover is for servers beside the trainer."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    config = TransportConfig("shared_memory+http", str(here), "headrace-t", "127.0.0.1", "t" * 32, 30.0, make_certificate())
+    sizes = {"model.path": tiny_model, "model.context": 64, "sampling.max_tokens": 16}
+    recipe = make_recipe({**sizes, "engine.kind": "vllm", "engine.vllm.handover": "nccl"})
+    starting = []
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+
+            async def start(model: str, arguments: list[str], **_: object) -> VllmServer:
+                fake = Reader()
+                fake.candidates = ((50, float(np.log(1 - np.exp(-0.5)))), (51, -9999.0))
+                starting.append((model, arguments))
+                fakes.append(fake)
+                api = VllmApi(await stack.enter_async_context(serving(fake)))
+                return VllmServer(SimpleNamespace(args=[]), api, "")
+
+            monkeypatch.setattr("headrace.engine.vllm.open.start", start)
+            fakes, engines, relays = list[Reader](), [], []
+            for name in ("engine-1", "engine-2"):
+                far = dataclasses.replace(config, transport="http", folder=str(there))
+                sync = WeightSync(Lineage("life"), make_transport(far, is_sender=False, device="cpu"), name=name)
+                stack.callback(sync.close)
+                relays.append(sync.relay)
+                more = {"log": tmp_path / "log", "folder": far.handover(name), "prefix": far.prefix}
+                place = EnginePlace(name=name, index=1, device="cpu", receives_on="cpu", is_far=True, **more)
+                opened = await open_engine(recipe, tiny_model, place, sync=sync, timeline=Timeline("engine"))
+                engines.append(opened.engine)
+                stack.push_async_callback(opened.engine.close)
+            trainer = WeightSync(Lineage("life"), make_transport(config, is_sender=True, device="cpu"), name="trainer")
+            stack.callback(trainer.close)
+            weights = {name: tensor + 0.01 for name, tensor in named_tensors(load_model(tiny_model))}
+            update, before = trainer.offer(0, weights.items()), len(written)
+            await asyncio.gather(*(map(VllmEngine.load, engines, routed(update, relays))))
+            assert [path.parents[1] for path in written[before:]] == [there / "headrace-t-servers"]
+            assert [model for model, _ in starting] == [tiny_model] * 2
+            assert not any("--weight-transfer-config" in arguments for _, arguments in starting)
+            for fake in fakes:
+                assert fake.folders[-1] == str(written[-1].parent)
+                assert all(torch.equal(fake.read[name], tensor) for name, tensor in weights.items() if name in fake.read)
+
+    asyncio.run(main())
+    assert not any(there.iterdir())
+
+
 def test_a_server_alone_needs_room_for_one_file(tmp_path, monkeypatch):
     found: list[list[str]] = []
     monkeypatch.setattr(
@@ -168,6 +225,11 @@ def test_what_fails_to_be_written_is_written_by_the_next(tmp_path):
     assert one.take("1", fails) / "file" in list((tmp_path / "all" / "1").iterdir())
 
 
+def test_a_place_that_is_gone_is_an_error(tmp_path):
+    with pytest.raises(SyncError, match=r"^sync.folder = '.*/gone': it is gone"):
+        SharedFolders(tmp_path / "gone" / "run").take("1", lambda _: None)
+
+
 def test_what_is_taken_while_it_is_removed_is_written_again(tmp_path, monkeypatch):
     one, other = SharedFolders(tmp_path / "all"), SharedFolders(tmp_path / "all")
     write = lambda path: (path / "file").touch()  # noqa: E731
@@ -175,7 +237,7 @@ def test_what_is_taken_while_it_is_removed_is_written_again(tmp_path, monkeypatc
     remove = shutil.rmtree
 
     def removes(path: Path, **how: bool) -> None:
-        (path / ".used.lock").unlink()  # files go one by one, in any order
+        (path / ".lock").unlink()  # files go one by one, in any order
         other.take("1", write)
         remove(path, **how)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 from manifests import make_manifest
 from pooled import Far, Pooled, pooled
 
+from headrace.engine import weight_delivery
 from headrace.engine.weight_delivery import WeightDelivery
 from headrace.errors import SyncError
 from headrace.model.load import load_model
@@ -23,6 +25,21 @@ from headrace.sync.delta import payload as delta_payload
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those between two attempts, which take no time here."""
+    paused, sleep = list[float](), asyncio.sleep
+
+    def passes(seconds: float) -> Awaitable[None]:
+        is_pause = seconds in weight_delivery._PAUSES[1:]
+        if is_pause:
+            paused.append(seconds)
+        return sleep(0 if is_pause else seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", passes)
+    return paused
 
 
 class Source:
@@ -228,29 +245,6 @@ def test_with_patience_all_of_them_hold_it(tiny_model):
     run(check, tiny_model)
 
 
-def test_an_engine_that_cannot_be_brought_up_to_date_is_hung_up_on(tiny_model):
-    async def check(bench: Pooled) -> None:
-        policy, fast, slow = Policy(bench), await bench.join(), await bench.join()
-        await policy.publish(1)
-        bench.pool.delivery.patience = 0.05
-        attempts = 0
-
-        def fails(*_: object) -> None:
-            nonlocal attempts
-            attempts += 1
-            threading.Event().wait(0.3)
-            raise SyncError("the link is broken")
-
-        slow.engine._sync.receive = fails  # type: ignore[method-assign]
-        await policy.publish(2)
-        await until(lambda: slow.remote.is_lost)
-        assert bench.pool.engines == [fast.remote] and attempts == 4 and slow.core.version == 1
-        await policy.publish(3)
-        assert fast.core.version == 3
-
-    run(check, tiny_model)
-
-
 # Differences
 
 
@@ -382,17 +376,35 @@ def test_an_engine_that_refuses_an_update_is_named_and_sent_it_again_alone(tiny_
     run(check, tiny_model, payload=payload)
 
 
-def test_an_engine_that_refuses_it_each_time_is_let_go_and_the_others_stay(tiny_model):
+def break_link(far: Far) -> list[int]:
+    """Have every update fail after a while; returns the versions that did."""
+    failed: list[int] = []
+
+    def fails(update: WeightUpdate, _: object) -> None:
+        failed.append(update.version)
+        threading.Event().wait(0.3)
+        raise SyncError("the link is broken")
+
+    far.engine._sync.receive = fails  # type: ignore[method-assign]
+    return failed
+
+
+@pytest.mark.parametrize(("patience", "fail"), [(0.05, break_link), (60.0, functools.partial(spoil, times=np.inf))])
+def test_an_engine_that_cannot_be_brought_up_to_date_is_let_go_after_pauses_that_grow_and_the_others_stay(
+    tiny_model, pauses, patience, fail
+):
     async def check(bench: Pooled) -> None:
         policy, good, bad = Policy(bench), await bench.join(), await bench.join()
         said: list[str] = []
         bench.pool.delivery.say = said.append
         await policy.publish(1)
-        spoiled = spoil(bad, times=np.inf)
+        bench.pool.delivery.patience = patience
+        failed = fail(bad)
         await policy.publish(2)
         await until(lambda: bad.remote.is_lost)
-        assert bench.pool.engines == [good.remote] and spoiled == [2] * 4 and bad.core.version == 1
-        assert "engine-1 was not brought up to date in 3 attempts and is let go: version 2" in said[1]
+        assert bench.pool.engines == [good.remote] and failed == [2] * 4 and bad.core.version == 1
+        assert pauses == [1.0, 4.0]
+        assert "engine-1 was not brought up to date in 3 attempts and is let go: " in said[-1]
         await policy.publish(3)
         assert good.core.version == 3
 

@@ -19,7 +19,7 @@ from agent_bench import END, Answering, client_of
 from helpers import small_run
 
 from headrace.envs import PushedEnvironment, make_environment, push_server, run_episode
-from headrace.envs.sampled_sequences import SampledSequences
+from headrace.envs.scored_groups import SampledSequences
 from headrace.envs.settings import EnvironmentSettings
 from headrace.records import Episode, InfraAbort, Rollout
 from headrace.settings import ConfigError

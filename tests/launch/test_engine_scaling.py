@@ -45,8 +45,14 @@ def test_who_waits_decides(change, how):
 
 
 def test_an_engine_is_asked_for_once_and_given_back_when_it_idles(tmp_path, monkeypatch):
-    killed, said, running = [], [], Future()
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(kill=killed.append))
+    killed, said, running = [], [], [Future()]
+
+    def kill(actor: object) -> None:
+        killed.append(actor)
+        if not running[-1].done():
+            running[-1].set_exception(RuntimeError("the actor is dead"))
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(kill=kill))
     change, sleep = [1], asyncio.sleep
     monkeypatch.setattr(on_ray, "wanted_change", lambda *_, **__: change[0])
     monkeypatch.setattr(Measured, "is_enough_since", lambda *_: True)
@@ -61,10 +67,10 @@ def test_an_engine_is_asked_for_once_and_given_back_when_it_idles(tmp_path, monk
 
         def start_actor(role: str, threads: int, where: object) -> tuple[str, SimpleNamespace]:
             processes._actors["engine 7"] = "an actor"
-            return "engine 7", SimpleNamespace(future=lambda: running)
+            return "engine 7", SimpleNamespace(future=lambda: running[-1])
 
         monkeypatch.setattr(processes, "_start_actor", start_actor)
-        monkeypatch.setattr(Host, "dismiss", lambda host: (setattr(host, "is_gone", True), running.set_result(0)))
+        monkeypatch.setattr(Host, "dismiss", lambda host: (setattr(host, "is_gone", True), running[-1].set_result(0)))
         scaling = asyncio.ensure_future(processes._scale())
 
         async def until(holds) -> None:
@@ -73,31 +79,38 @@ def test_an_engine_is_asked_for_once_and_given_back_when_it_idles(tmp_path, monk
                     await sleep(0.001)
 
         await until(lambda: processes._extra)
-        change[0] = -1
         await sleep(0.05)
-        assert processes._extra == ["engine 7"] and len(said) == 1, "nothing is decided before it has joined"
+        assert processes._extra == ["engine 7"] and len(said) == 1, "another is not asked for before it has joined"
+        change[0] = 0
+        await until(lambda: not processes._extra)
+        assert killed == ["an actor"] and not processes._actors and not processes._num_over
+        assert said == [
+            "the trainer waits for engines: asking Ray for one more (1 + 1)",
+            "the trainer no longer waits for engines: Ray is not asked for one more",
+        ]
+        killed.clear()
+        running.append(Future())
         change[0] = 1
+        await until(lambda: processes._extra)
+        said.clear()
         offer = HostOffer(host="far", address="10.0.0.9", label="engine 7")
-        processes._host_of["engine-1"] = Host(1, None, asyncio.get_running_loop(), offer=offer)
+        processes.place("engine", 1, host=Host(1, None, asyncio.get_running_loop(), offer=offer))
         await sleep(0.05)
-        assert len(said) == 1, "there are as many as may be"
+        assert not said, "there are as many as may be"
         processes.pool.engines = [extra]
         change[0] = -1
         await sleep(0.05)
-        assert len(said) == 1, "the only one stays while the other is lost"
+        assert not said, "the only one stays while the other is lost"
         processes.pool.engines = [first, extra]
         await until(lambda: killed)
         processes.pool.engines = [first]
         assert killed == ["an actor"] and not processes._extra and not processes._actors
         await sleep(0.05)
-        assert len(said) == 2 and not scaling.done(), "count engines stay"
+        assert not scaling.done(), "count engines stay"
         scaling.cancel()
 
     asyncio.run(main())
-    assert said == [
-        "the trainer waits for engines: asking Ray for one more (1 + 1)",
-        "the engines idle: one of 2 is given back",
-    ]
+    assert said == ["the engines idle: one of 2 is given back"]
 
 
 def test_ranges_that_cannot_be_are_refused():
@@ -105,3 +118,10 @@ def test_ranges_that_cannot_be_are_refused():
         make_recipe({"engine.max_count": 2})
     with pytest.raises(ConfigError, match="max_count = 2: must be ≥ count = 3, or 0"):
         make_recipe({"engine.count": 3, "engine.max_count": 2})
+
+
+@pytest.mark.parametrize(("device", "in_cluster", "wanted"), [("auto", 0, 0), ("auto", 8, 1), ("cpu", 8, 0), ("cuda", 0, 1)])
+def test_a_process_asks_for_a_gpu_where_it_must_have_one(tmp_path, monkeypatch, device, in_cluster, wanted):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cluster_resources=lambda: {"GPU": in_cluster}))
+    settings = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0", "device": device}
+    assert RayProcesses(make_recipe(settings), tmp_path)._needs("engine", 3) == (3, wanted)

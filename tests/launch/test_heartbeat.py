@@ -18,7 +18,7 @@ from headrace.launch import heartbeat
 from headrace.launch.child import RoleWorker
 from headrace.launch.heartbeat import send_heartbeats, watch_launcher
 from headrace.launch.placement import place_on_this_host
-from headrace.launch.process import ChildProcess
+from headrace.launch.process import ChildProcess, Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ class Pipe:
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
     monkeypatch.setattr(heartbeat, "_GRACE_SECONDS", 0.5)
     pipe = Pipe()
-    stop = send_heartbeats({"engine-0": pipe}, 0.2)  # type: ignore[dict-item]
+    stop = send_heartbeats(lambda: [pipe], 0.2)  # type: ignore[list-item]
     yield pipe
     stop()
 
@@ -77,7 +77,7 @@ def test_a_process_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
     """Such as a stopped one: its pipe is full at some time."""
     (tmp_path / "logs").mkdir()
     recipe = make_recipe({"threads": 1})
-    placement = place_on_this_host(recipe, "trainer", 0, name="trainer", run_folder=tmp_path, shared_folder=tmp_path)
+    placement = place_on_this_host(recipe, Place("trainer", "trainer"), run_folder=tmp_path, shared_folder=tmp_path)
     child = ChildProcess("trainer", placement)
     os.kill(child.pid, signal.SIGSTOP)
     for _ in range(100_000):

@@ -12,24 +12,27 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from headrace import __version__
+from headrace import __version__, leftovers
 from headrace.config import make_recipe
 from headrace.durable import seal
+from headrace.launch.build import build_trainer
 from headrace.launch.clock import ClockOffset
 from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.hosts import Host, HostOffer, Hosts, JoinedProcess
 from headrace.launch.joined_trainer import JoinedTrainer
-from headrace.launch.joining import JoinOptions, _Joiner, join
-from headrace.launch.model_files import PIECE_BYTES, HostModel, fetch_model, list_files, read_piece
+from headrace.launch.joining import JoinOptions, _Joiner, device_names, join
+from headrace.launch.model_files import PIECE_BYTES, fetch_model, list_files, read_piece
 from headrace.launch.on_ray import RayProcesses
 from headrace.launch.placement import Order, Placement
-from headrace.launch.process import RoleFailed, RoleProcess, TrainerLost
+from headrace.launch.process import Place, RoleFailed, RoleProcess, TrainerLost
 from headrace.launch.settings import ClusterSettings, read_token
+from headrace.leftovers import sweep
+from headrace.model import ModelError
 from headrace.records import frames
 from headrace.rpc import Peer, RemoteError, StreamClosed, connect
 from headrace.settings import ConfigError
@@ -45,7 +48,9 @@ TOKEN, CERTIFICATE = "t" * 32, make_certificate()
 class Run:
     """A launcher's hosts, and what they report."""
 
-    def __init__(self, model: str, *, heartbeat: float = 30.0, takes_trainer: bool = False) -> None:
+    def __init__(
+        self, model: str, *, heartbeat: float = 30.0, takes_trainer: bool = False, frozen: tuple[str, ...] = ()
+    ) -> None:
         self.ready, self.leaving, self.said = [], [], []
         self.has_news = threading.Event()
 
@@ -59,6 +64,7 @@ class Run:
             certificate=CERTIFICATE,
             heartbeat=heartbeat,
             model=model,
+            frozen=frozen,
             takes_trainer=takes_trainer,
             on_ready=on_ready,
             on_leaving=self.leaving.append,
@@ -85,6 +91,12 @@ class Run:
             stream.close()
             reading.cancel()
             await asyncio.wait({reading})
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -141,7 +153,7 @@ def test_nobody_at_the_address_is_waited_for(capsys):
     assert "no launcher has listened at tls://127.0.0.1:9" in capsys.readouterr().out
 
 
-def test_a_model_crosses_in_pieces_and_is_kept(run, model, tmp_path):
+def test_a_model_crosses_in_pieces_and_is_kept(run, model, tmp_path, cache):
     async def main() -> str:
         loop = asyncio.get_running_loop()
         async with run.joined() as (peer, _):
@@ -150,12 +162,11 @@ def test_a_model_crosses_in_pieces_and_is_kept(run, model, tmp_path):
             def read(name: str, start: int) -> Any:
                 return asyncio.run_coroutine_threadsafe(peer.call("read", name=name, start=start), loop).result()
 
-            how = {"cache": tmp_path / "cache", "read": read}
-            made = await asyncio.to_thread(fetch_model, told["model"], told["files"], **how)
+            made, _lock = await asyncio.to_thread(fetch_model, told["model"], told["files"], read=read)
             with pytest.raises(RemoteError, match="no file of the model"):
                 await peer.call("read", name="../secret", start=0)
-            assert fetch_model(told["model"], told["files"], cache=tmp_path / "cache", read=None).path == made.path
-        return made.path
+            assert fetch_model(told["model"], told["files"], read=None)[0] == made
+        return made
 
     made = asyncio.run(main())
     ours, theirs = list_files(model), list_files(made)
@@ -165,68 +176,67 @@ def test_a_model_crosses_in_pieces_and_is_kept(run, model, tmp_path):
         assert np.array_equal(read_piece(tmp_path / "model" / name, 12_345), read_piece(tmp_path / made / name, 12_345))
 
 
-def test_a_model_may_not_write_elsewhere(tmp_path):
+def test_a_model_may_not_write_elsewhere(cache):
     with pytest.raises(ConfigError, match="outside its folder"):
-        fetch_model("m", {"../../x": [1, 0]}, cache=tmp_path, read=lambda *_: np.zeros(1, np.uint8))
-    assert fetch_model("name/of-the-hub", {}, cache=tmp_path, read=None).path == "name/of-the-hub"
+        fetch_model("m", {"../../x": [1, 0]}, read=lambda *_: np.zeros(1, np.uint8))
+    assert fetch_model("name/of-the-hub", {}, read=None) == ("name/of-the-hub", None)
 
 
-def test_a_model_that_is_wanted_while_it_is_removed_is_fetched_again(tmp_path, monkeypatch):
-    def fetch(number: int) -> HostModel:
-        made = fetch_model("m", {"config.json": [1, number]}, cache=tmp_path, read=lambda *_: np.zeros(1, np.uint8))
-        made.lock.close()
-        return made
+def fetch(number: int) -> tuple[str, IO[str]]:
+    return fetch_model("m", {"config.json": [1, number]}, read=lambda *_: np.zeros(1, np.uint8))
 
-    remove, wanted = shutil.rmtree, list[HostModel]()
+
+def fetch_and_leave(number: int) -> str:
+    made, lock = fetch(number)
+    lock.close()
+    return made
+
+
+def test_a_model_that_is_wanted_while_it_is_removed_is_fetched_again(cache, monkeypatch):
+    remove, wanted = shutil.rmtree, list[str]()
 
     def removes(path, **how) -> None:
         if not wanted and how.get("ignore_errors"):
             (path / ".lock").unlink()  # files go one by one, in any order
-            wanted.append(fetch(0))
+            wanted.append(fetch_and_leave(0))
         remove(path, **how)
 
     for number in range(3):
-        made = fetch(number)
-        os.utime(made.path, (1000 + number, 1000 + number))
+        os.utime(fetch_and_leave(number), (1000 + number, 1000 + number))
     monkeypatch.setattr(shutil, "rmtree", removes)
-    fetch(3)
-    assert (Path(wanted[0].path) / "config.json").is_file()
+    fetch_and_leave(3)
+    assert (Path(wanted[0]) / "config.json").is_file()
 
 
-def test_a_host_keeps_the_newest_models_and_those_in_use(tmp_path):
-    def fetch(number: int) -> HostModel:
-        return fetch_model("m", {"config.json": [1, number]}, cache=tmp_path, read=lambda *_: np.zeros(1, np.uint8))
-
+def test_a_host_keeps_the_newest_models_and_those_in_use(cache):
     def kept() -> set[str]:
-        return {str(path) for path in (tmp_path / "joined").iterdir()}
+        return {str(path) for path in (cache / "joined").iterdir()}
 
     def age(seconds: float) -> None:
         """As if all of them had been used so much earlier."""
-        for path in (tmp_path / "joined").iterdir():
+        for path in (cache / "joined").iterdir():
             used = path.stat().st_mtime - seconds
             os.utime(path, (used, used))
 
-    in_use = fetch(0)
-    paths = [in_use.path]
-    abandoned = tmp_path / "joined" / ".fetching-killed"
+    in_use, lock = fetch(0)
+    paths = [in_use]
+    abandoned = cache / "joined" / ".making-killed"
     abandoned.mkdir()
     age(1000)
     for number in range(1, 6):
-        made = fetch(number)
-        paths.append(made.path)
-        assert made.lock is not None
-        made.lock.close()
+        paths.append(fetch_and_leave(number))
         age(100)
-    assert kept() == {in_use.path, *paths[-3:]}, "what a killed host had begun to fetch is gone too"
+    assert kept() == {in_use, *paths[-3:]}, "what a killed host had begun to fetch is gone too"
     for number in (3, 1):
-        fetch(number).lock.close()
+        fetch_and_leave(number)
     age(100)
-    assert fetch(3).path in kept() and kept() == {in_use.path, paths[1], paths[3], paths[5]}
-    in_use.lock.close()
-    fetch(6)
-    assert in_use.path not in kept()
+    third, _lock = fetch(3)
+    assert third in kept() and kept() == {in_use, paths[1], paths[3], paths[5]}
+    lock.close()
+    _sixth = fetch(6)
+    assert in_use not in kept()
     for number in range(7, 12):
-        fetch(number).lock.close()
+        fetch_and_leave(number)
     assert len(kept()) == 7, "what was used a moment ago stays: its user may be about to lock it"
 
 
@@ -242,19 +252,19 @@ def test_an_engine_receives_weights_by_where_it_is(tmp_path, settings, trainer, 
         processes = ClusterProcesses(make_recipe({"device": "cpu", "cluster.listen": "127.0.0.1:0", **settings}), tmp_path)
         processes._listener = processes._far_listener = None
         offer = HostOffer(host="far", address="127.0.0.1", shared_folder="/dev/shm/of-far")
-        processes._host_of["engine-1"] = Host(1, None, asyncio.get_running_loop(), offer=offer)
+        host = Host(1, None, asyncio.get_running_loop(), offer=offer)
 
-        def end_of(name: str) -> tuple[str, str]:
+        def end_of(place: Place) -> tuple[str, str]:
             placed = SimpleNamespace(address="127.0.0.1", shared_folder="/dev/shm/of-far")
-            config = processes._ends_for(SimpleNamespace(name=name, placement=placed))[1]
-            end = make_transport(config, is_sender=name.startswith("trainer"), device="cpu")
+            config = processes._ends_for(SimpleNamespace(host=place.host, placement=placed))[1]
+            end = make_transport(config, is_sender=place.role == "trainer", device="cpu")
             end.close()
             return end.name, config.folder
 
         here = str(processes._shared_folder)
-        assert [end_of("trainer-0"), end_of("engine-0")] == [(trainer, here), (near, here)]
-        assert end_of("trainer-1") == (trainer, here), "a rank of that number is here all the same"
-        assert end_of("engine-1") == (far, "/dev/shm/of-far")
+        assert end_of(processes.place("engine", 1, host=host)) == (far, "/dev/shm/of-far")
+        assert [end_of(processes.place(role, 0)) for role in ("trainer", "engine")] == [(trainer, here), (near, here)]
+        assert end_of(processes.place("trainer", 1)) == (trainer, here), "a rank of that number is here all the same"
 
     asyncio.run(main())
 
@@ -364,9 +374,7 @@ def test_an_engine_that_its_host_cannot_run_does_not_end_the_run(tmp_path, monke
         processes._say, processes.pool.lose = said.append, lambda _: None
         processes._timelines = {"engine": SimpleNamespace(forget=lambda _: None)}
         host = Host(1, None, asyncio.get_running_loop(), offer=HostOffer(host="far", address="10.0.0.9"))
-        processes._host_of["engine-1"], processes._restarts[1] = host, processes._restart_budget()
-        processes._devices["engine-1"] = "cpu"
-        process = processes._connected["engine-1"] = processes.start_process("engine", 1)
+        process = processes.start_process(processes.place("engine", 1, host=host, device="cpu"))
         process._last_words = last_words
         process.verdict = "was lost"
         process.lost.set()
@@ -379,7 +387,7 @@ def test_an_engine_that_its_host_cannot_run_does_not_end_the_run(tmp_path, monke
         assert said == ["engine-1 on far is given up: it has no such layer"] and reasons == ["it has no such layer"]
     else:
         assert "engine.restarts = 0 are spent" in said[0] and reasons == ["engine-1 is given up"]
-    assert processes._losses()["engines_given_up"] == ["engine-1"] and list(processes._restarts) == [0]
+    assert processes._losses()["engines_given_up"] == ["engine-1"] and processes._places["engine-1"].is_over
 
 
 @pytest.mark.parametrize("answer", [{"ticks": 0.0}, {"ticks": "1", "time": 2}, None])
@@ -419,7 +427,9 @@ def test_a_host_that_falls_silent_is_gone_after_the_heartbeat(model):
         run.hosts.close()
 
 
-def test_a_host_joins_again_when_the_launcher_has_been_silent(monkeypatch, capsys):
+def test_a_host_joins_again_when_the_launcher_has_been_silent(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
     async def silent(*_: object) -> None:
         pass
 
@@ -433,6 +443,33 @@ def test_a_host_joins_again_when_the_launcher_has_been_silent(monkeypatch, capsy
         run.hosts.close()
     joining.join(10)
     assert not joining.is_alive() and "has been silent for 0.3 s" in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_logs_of_a_process_that_failed_stay_until_the_next_run_on_that_host(monkeypatch, tmp_path, has_folder):
+    """Or for good, in a folder of the user's, where nothing else is left."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / "mine" if has_folder else None
+    failing = SimpleNamespace(pid=1, order=lambda _: None, wait=lambda: 1)
+    monkeypatch.setattr("headrace.launch.joining.ChildProcess", lambda *_: failing)
+    run = Run("name/of-the-hub")
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(join, JoinOptions(url=run.url, token=TOKEN, device="cpu", folder=folder, wait=0))
+        try:
+            assert run.has_news.wait(30)
+            [host] = run.ready
+            logs = Path(host.offer.folder)
+            (logs / "log").touch()
+            process = JoinedProcess("engine-1", host, incarnation=3)
+            process.order(order_with_log(logs / "log"))
+            assert process.wait() == 1
+        finally:
+            run.hosts.close()
+    assert joining.result() == 0 and [path.name for path in logs.iterdir()] == ["log"]
+    assert {path.name for path in tmp_path.iterdir()} == {logs.name, *([] if has_folder else [f"{logs.name[:-5]}.lock"])}
+    sweep(tmp_path)
+    assert [*tmp_path.iterdir()] == ([folder] if has_folder else [])
 
 
 def order_with_log(log: Path) -> Order:
@@ -467,13 +504,66 @@ def test_a_host_that_cannot_start_a_process_says_so(run, monkeypatch, tmp_path, 
         assert joining.result() == 0 and "engine-1 could not be started: [Errno 2]" in capsys.readouterr().out
 
 
+def test_hosts_of_one_machine_have_shared_folders_of_their_own_and_leave_none(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    place = tmp_path / "memory"
+    monkeypatch.setattr("headrace.launch.joining.shared_folder", lambda: place)
+    (place / "headrace-1-killed-joined").mkdir(parents=True)
+    os.close(leftovers.Claim(place, "headrace-1-killed")._descriptor)  # as the system does when it is killed
+    options = [JoinOptions(url=run.url, token=TOKEN, device="cpu", folder=tmp_path / name, wait=0) for name in "ab"]
+    joining = [threading.Thread(target=join, args=(each,), daemon=True) for each in options]
+    for each in joining:
+        each.start()
+    asyncio.run(until(lambda: len(run.ready) == 2))
+    folders = [Path(host.offer.shared_folder) for host in run.ready]
+    assert {*place.glob("*-joined")} == {*folders} and len({*folders}) == 2, "what a killed one left is gone"
+    (folders[0] / "headrace-9-run-servers").mkdir()
+    run.hosts.close()
+    for each in joining:
+        each.join(30)
+    assert not any(place.iterdir())
+
+
+@pytest.mark.parametrize(("count", "gpus_each", "devices"), [(8, 0, [0, 1, 2]), (2, 0, [0, 1, 0]), (12, 4, [0, 4, 8])])
+def test_engines_of_several_gpus_have_them_for_themselves(monkeypatch, count, gpus_each, devices):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    assert device_names("auto", 3, gpus_each=gpus_each) == tuple(f"cuda:{each}" for each in devices)
+    if gpus_each:
+        with pytest.raises(ConfigError, match="--engines 4: each needs 4 GPUs for itself here, and there are 12"):
+            device_names("auto", 4, gpus_each=gpus_each)
+    assert device_names("cpu", 2, gpus_each=gpus_each) == ("cpu", "cpu")
+
+
+def test_a_server_that_joins_is_placed_on_the_gpus_offered_and_reads_files(tmp_path):
+    async def main() -> None:
+        settings = {"cluster.listen": "127.0.0.1:0", "engine.kind": "vllm", "engine.vllm.handover": "ipc"}
+        processes = ClusterProcesses(make_recipe(settings), tmp_path)
+        offer = HostOffer(host="far", address="127.0.0.1", shared_folder="/dev/shm/of-far")
+        host = Host(1, None, asyncio.get_running_loop(), offer=offer)
+        placed = processes.start_process(processes.place("engine", 1, host=host, device="cuda:4")).placement
+        assert (placed.device, placed.receives_on) == ("cuda:4", "cpu")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("device", "needs"), [("auto", [4, 1]), ("cpu", [0, 0])])
+def test_ray_reserves_all_gpus_of_a_server(tmp_path, monkeypatch, device, needs):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cluster_resources=lambda: {"GPU": 8.0}))
+    arguments = {"tensor_parallel_size": 4}
+    settings = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0", "device": device, "engine.kind": "vllm"}
+    processes = RayProcesses(make_recipe({**settings, "engine.vllm.arguments": arguments}), tmp_path)
+    assert [processes._needs(role, 2) for role in ("engine", "trainer")] == [(2, each) for each in needs]
+
+
 class Rank:
     """Saves and loads as a trainer's rank does on its host, and fails as told."""
 
-    name, incarnation = "trainer", 1
+    name, incarnation, verdict = "trainer", 1, "it is gone"
 
-    def __init__(self, folder: Path) -> None:
-        self.placement = SimpleNamespace(run_folder=str(folder))
+    def __init__(self, host: Host, folder: Path | None = None) -> None:
+        self.host = host
+        self.placement = SimpleNamespace(run_folder=str(folder or host.offer.passing))
         self.control = self
         self.loaded: dict[str, bytes] = {}
         self.missing: dict[str, list[int]] = {}
@@ -490,8 +580,11 @@ class Rank:
             answer.set_result(None)
         return answer
 
+    def give_up(self, verdict: str) -> None:
+        self.verdict = verdict
+
     async def explain(self) -> Exception:
-        return TrainerLost("it is gone")
+        return TrainerLost(self.verdict)
 
 
 def test_a_checkpoint_crosses_to_the_launcher_and_back(model, monkeypatch, tmp_path):
@@ -504,9 +597,9 @@ def test_a_checkpoint_crosses_to_the_launcher_and_back(model, monkeypatch, tmp_p
     async def main() -> None:
         await until(lambda: run.ready)
         [host] = run.ready
-        rank, passing = Rank(Path(host.offer.passing)), Path(host.offer.passing)
+        rank, passing = Rank(host), Path(host.offer.passing)
         assert passing.parent == theirs
-        trainer = JoinedTrainer([rank], hosts=[host], deadline=60)
+        trainer = JoinedTrainer([rank], deadline=60)
         assert host.offer.role == "trainer"
         files = await trainer.save(ours)
         assert files == seal(ours) and len(files) == 2
@@ -537,6 +630,63 @@ def test_a_checkpoint_crosses_to_the_launcher_and_back(model, monkeypatch, tmp_p
     assert not any(theirs.iterdir()), "what was on its way stays on the host"
 
 
+def test_ranks_of_one_node_fetch_a_checkpoint_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    run, ours = Run("name/of-the-hub", takes_trainer=True), tmp_path / "step-4"
+    (ours / "trainer").mkdir(parents=True)
+    (ours / "trainer" / "optimizer.safetensors").write_bytes(bytes(9_000_000))
+    options = [
+        JoinOptions(role="trainer", url=run.url, token=TOKEN, device="cpu", folder=tmp_path / name, wait=0) for name in "ab"
+    ]
+    joining = [threading.Thread(target=join, args=(each,), daemon=True) for each in options]
+    for each in joining:
+        each.start()
+
+    async def main() -> None:
+        await until(lambda: len(run.ready) == 2)
+        ranks = [Rank(host) for host in run.ready]
+        trainer = JoinedTrainer(ranks, deadline=60)
+        await trainer.load(ours)
+        assert ranks[0].loaded == ranks[1].loaded == {"trainer/optimizer.safetensors": bytes(9_000_000)}
+        assert sorted(host._num_read for host in run.ready) == [0, 2]
+        assert not any(seal(Path(host.offer.passing)) for host in run.ready)
+
+    try:
+        asyncio.run(main())
+    finally:
+        run.hosts.close()
+    for each in joining:
+        each.join(30)
+
+
+def test_frozen_models_of_the_trainer_cross_to_its_hosts_alone(model, tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    run = Run(model, takes_trainer=True, frozen=(tiny_model, "a/teacher-of-the-hub"))
+    joining = []
+    for role in ("trainer", "engine"):
+        options = JoinOptions(role=role, url=run.url, token=TOKEN, device="cpu", folder=tmp_path / role, wait=0)
+        joining.append(threading.Thread(target=join, args=(options,), daemon=True))
+        joining[-1].start()
+
+    async def main() -> dict[str, dict[str, str]]:
+        await until(lambda: len(run.ready) == 2)
+        return {host.offer.role: host.offer.frozen for host in run.ready}
+
+    try:
+        offered = asyncio.run(main())
+    finally:
+        run.hosts.close()
+    for each in joining:
+        each.join(30)
+    assert offered["engine"] == {} and offered["trainer"].keys() == {tiny_model}
+    assert offered["trainer"][tiny_model].startswith(str(tmp_path / "cache"))
+    there = {"/only/at/the/launcher": offered["trainer"][tiny_model]}
+    recipe = make_recipe({"train.kl": 0.1, "train.reference": "/only/at/the/launcher"})
+    with pytest.raises(ModelError, match="/only/at/the/launcher"):
+        build_trainer(recipe, tiny_model, device="cpu")
+    build_trainer(recipe, tiny_model, device="cpu", places=there)
+
+
 def test_an_interrupted_run_does_not_wait_for_a_checkpoint_on_its_way(run, tmp_path):
     async def main() -> None:
         async with run.joined() as (peer, _):
@@ -548,13 +698,52 @@ def test_an_interrupted_run_does_not_wait_for_a_checkpoint_on_its_way(run, tmp_p
                 await asyncio.Event().wait()
 
             peer.calls["read"] = read
-            fetching = asyncio.ensure_future(asyncio.to_thread(run.ready[0].fetch, "/x", {"a": [1, 0]}, tmp_path / "b"))
+            fetching = asyncio.ensure_future(
+                asyncio.to_thread(run.ready[0].fetch, "/x", {"a": [1, 0]}, tmp_path / "b", deadline=60)
+            )
             await asyncio.wait_for(is_asked.wait(), 30)
             processes = ClusterProcesses(make_recipe({"cluster.listen": "127.0.0.1:0"}), tmp_path)
             processes._trainer_hosts = list(run.ready)
             processes._kill_all()
             with pytest.raises(StreamClosed):
                 await asyncio.wait_for(fetching, 30)
+
+    asyncio.run(main())
+
+
+async def test_one_stop_request_ends_the_wait_for_hosts_and_a_second_is_still_heard_after_it(tmp_path):
+    recipe = make_recipe({"cluster.listen": "127.0.0.1:0", "cluster.trainer_joins": True})
+    processes = ClusterProcesses(recipe, tmp_path)
+    processes._loop, processes._say = asyncio.get_running_loop(), lambda _: None
+    has_heard = asyncio.Event()
+    with processes.stop.cancels(SimpleNamespace(get_loop=lambda: processes._loop, cancel=has_heard.set), at=2):
+        waiting = asyncio.ensure_future(processes._place_trainers())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(processes.stop.make)
+        await asyncio.wait({waiting}, timeout=30)
+        assert waiting.cancelled() and not has_heard.is_set()
+        await asyncio.to_thread(processes.stop.make)
+        await asyncio.wait_for(has_heard.wait(), 30)
+
+
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_a_host_that_stops_reading_a_checkpoint_is_named_and_let_go(run, tmp_path, way):
+    async def main() -> None:
+        async with run.joined() as (peer, heard):
+            await offer(peer)
+
+            async def hangs(**_: object) -> None:
+                await asyncio.Event().wait()
+
+            peer.calls |= {"read": hangs, "fetch": hangs, "remove": hangs}
+            rank = Rank(run.ready[0], tmp_path / "theirs")
+            trainer = JoinedTrainer([rank], deadline=0.1)
+            call = "read" if way == "save" else "fetch"
+            why = f"far neither answers '{call}' nor reads for 0.1 s .deadline."
+            with pytest.raises(TrainerLost, match=f"cannot {way} a checkpoint: {why}"):
+                await asyncio.wait_for(trainer.save(tmp_path) if way == "save" else trainer.load(tmp_path), 30)
+            await until(lambda: run.ready[0].is_gone)
+            await until(lambda: ("end", rank.verdict.partition(": ")[2]) in heard)
 
     asyncio.run(main())
 
@@ -575,7 +764,7 @@ def test_ranks_on_several_hosts_hear_what_was_said_before_they_came(tmp_path):
     async def main() -> None:
         recipe = make_recipe({"cluster.listen": "127.0.0.1:0", "cluster.trainer_joins": True, "train.parallel.shard": 2})
         processes = ClusterProcesses(recipe, tmp_path)
-        processes.trainers = [RoleProcess(name, "trainer", handle=None, placement=None) for name in told]
+        processes.trainers = [RoleProcess(Place(name, "trainer"), handle=None, placement=None) for name in told]
         first, second = processes.trainers
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("headrace.launch.local.LocalProcesses._connect", connect_as_local)
@@ -607,13 +796,20 @@ def test_a_run_on_ray_does_not_wait_for_engines_that_have_failed(tmp_path, monke
         for label, error in zip(("engine 1", "engine 2"), failed, strict=True):
             assert not processes.first_joined.done()
             await processes._follow("engine", label, refused(error))
-        with pytest.raises(RoleFailed, match="no engine that Ray placed could join"):
+        with pytest.raises(RoleFailed, match="no engine that Ray placed could join: no such device"):
             await asyncio.wait_for(processes._first_engine(), 5)
 
         await processes._follow("trainer", "trainer 0", refused(failed[0]))
         processes._loop = asyncio.get_running_loop()
-        with pytest.raises(RoleFailed, match="no trainer that Ray placed could join"):
+        with pytest.raises(RoleFailed, match="no trainer that Ray placed could join: another version of headrace"):
             await asyncio.wait_for(processes._place_trainers(), 5)
+
+        processes._url = "tls://10.0.0.5:7070"
+        for status, why in [(0, "it has left"), (1, "it found no launcher at tls://10.0.0.5:7070")]:
+            ended: Future[int] = Future()
+            ended.set_result(status)
+            await processes._follow("trainer", "trainer 0", ended)
+            assert str(processes._no_trainer) == f"no trainer that Ray placed could join: {why}"
 
     asyncio.run(main())
     roles = ("engine", "engine", "trainer")
@@ -648,7 +844,11 @@ def test_hosts_hear_that_the_run_is_over(model):
             {"sync": {"transport": "shared_memory+http"}},
             "no engine is on the host of a trainer that joins",
         ),
-        ({"listen": "10.0.0.5:7070"}, {"engine": {"kind": "vllm"}}, "engines that join are native"),
+        (
+            {"listen": "10.0.0.5:7070"},
+            {"engine": {"kind": "vllm", "vllm": {"urls": ["http://here:8000"]}}},
+            "engine.vllm.urls: hosts that join start servers of their own",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(cluster, more, reason):

@@ -13,13 +13,15 @@ from headrace.launch.placement import (
     Order,
     Placement,
     check_ranks,
+    choose_device,
+    device_of,
     lends,
-    place_of,
     place_on_this_host,
     shares_device,
     threads_of,
     why_not_lent,
 )
+from headrace.launch.process import Place
 from headrace.settings import ConfigError
 from headrace.sync import TransportConfig
 
@@ -29,8 +31,8 @@ JOINS = {"cluster.listen": "127.0.0.1:0", "cluster.trainer_joins": True}
 
 def placement(role: str, index: int, **settings: object) -> Placement:
     recipe = make_recipe({"threads": 3, "sync.host": "127.0.0.2", **settings})
-    name = f"{role}-{index}"
-    return place_on_this_host(recipe, role, index, name=name, run_folder=Path("runs/x"), shared_folder=Path("/dev/shm"))
+    place = Place(f"{role}-{index}", role, index)
+    return place_on_this_host(recipe, place, run_folder=Path("runs/x"), shared_folder=Path("/dev/shm"))
 
 
 def test_an_order_arrives_as_it_was_given() -> None:
@@ -91,7 +93,7 @@ def test_engines_have_the_gpus_of_a_host_that_does_not_train(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ranks = {"engine.count": 2, "train.parallel.shard": 16}
-    assert [place_of(make_recipe({**ranks, **JOINS}), "engine", index) for index in range(2)] == ["cuda:0", "cuda:1"]
+    assert [device_of(make_recipe({**ranks, **JOINS}), "engine", index) for index in range(2)] == ["cuda:0", "cuda:1"]
     check_ranks(make_recipe({**ranks, **JOINS}))
     assert not shares_device(make_recipe({**ranks, **JOINS}))
 
@@ -102,6 +104,16 @@ def test_engines_that_ray_places_share_no_device_with_the_trainer(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert shares_device(make_recipe({})) and not shares_device(make_recipe(ON_RAY))
+
+
+def test_a_launcher_needs_no_gpu_if_ray_places_all_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = {"device": "cuda", "cluster.listen": "127.0.0.1:0"}
+    assert choose_device(make_recipe({**settings, "orchestrate": "ray"})) == "cpu"
+    sft = {"sft.steps": 1, "sft.tasks": [{"source": "builtin:sort_digits"}]}
+    for more in ({"orchestrate": "ray", **sft}, {"cluster.trainer_joins": True}):
+        with pytest.raises(ConfigError, match="device = 'cuda': torch sees no GPU"):
+            choose_device(make_recipe({**settings, **more}))
 
 
 def test_the_spare_engine_has_the_trainers_device_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:

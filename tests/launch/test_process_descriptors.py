@@ -57,7 +57,7 @@ def test_a_process_that_was_replaced_leaves_no_descriptor(places: tuple[Path, Pa
             assert len(os.listdir(OPEN)) == before
 
     async def start_and_end(held: LocalProcesses) -> None:
-        process = held.start_process("engine", 0)
+        process = held.start_process(held.place("engine", 0))
         process.watch_end()
         held.introduce(process)
         await process.ended.wait()

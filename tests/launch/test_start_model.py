@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import pytest
 
 from headrace.config import make_recipe
-from headrace.launch import start_model
-from headrace.launch.folder import FolderLock
+from headrace.launch import model_cache, start_model
 from headrace.launch.inputs import UserInputs
+from headrace.leftovers import FOLDER_LOCK, remove_unused, use_folder
 
 if TYPE_CHECKING:
     import contextlib
@@ -61,11 +62,11 @@ def test_what_a_killed_process_left_half_made_goes(cache):
     dead, alive = cache / ".making-dead", cache / ".making-alive"
     for folder in (dead, alive):
         folder.mkdir(parents=True)
-    lock = FolderLock(alive)
-    assert lock.acquire()
-    with model(0):
-        assert not dead.exists() and alive.exists()
-    lock.release()
+        os.utime(folder, (1000, 1000))
+    with use_folder(alive):
+        os.utime(alive, (1000, 1000))
+        with model(0):
+            assert not dead.exists() and alive.exists()
 
 
 def test_a_model_that_another_process_removes_meanwhile(cache, monkeypatch):
@@ -75,35 +76,16 @@ def test_a_model_that_another_process_removes_meanwhile(cache, monkeypatch):
         assert os.path.exists(f"{folder}/config.json")
 
 
-def test_a_fresh_folder_that_another_process_takes_for_a_dead_ones(cache, monkeypatch):
-    """It is removed before it can be locked, or held by who is about to remove it: another one is made."""
-    really, made, sweeping = start_model.tempfile.mkdtemp, [], []
-
-    def taken(**where: object) -> str:
-        folder = really(**where)
-        made.append(folder)
-        if len(made) == 1:
-            os.rmdir(folder)
-        elif len(made) == 2:
-            sweeping.append(FolderLock(Path(folder)))
-            assert sweeping[0].acquire()
-        return folder
-
-    monkeypatch.setattr(start_model.tempfile, "mkdtemp", taken)
-    with model(0) as folder:
-        assert os.listdir(cache) == [os.path.basename(folder)] and len(made) == 3
-    sweeping[0].release()
-
-
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("has_lock", [True, False])
 def test_a_cached_model_that_may_only_be_read_is_used(cache, monkeypatch, code, has_lock):
     with model(0) as made:
         pass
     if not has_lock:
-        os.remove(f"{made}/.lock")
+        os.remove(f"{made}/{FOLDER_LOCK}")
     for number in range(3):  # more than are kept
         (cache / f"other{number}").mkdir()
+        used_at(str(cache / f"other{number}"), 1000.0)
     really = Path.open
 
     def refuse(path: object, *_: object) -> None:
@@ -114,13 +96,13 @@ def test_a_cached_model_that_may_only_be_read_is_used(cache, monkeypatch, code, 
 
     before = sorted(os.listdir(cache))
     monkeypatch.setattr(Path, "open", opened)
-    monkeypatch.setattr(start_model.os, "utime", refuse)
-    monkeypatch.setattr(start_model.tempfile, "mkdtemp", lambda **_: refuse(cache))
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_: refuse(cache))
     with model(0) as folder:
         assert folder == made
-        assert FolderLock(Path(folder), is_shared=True).acquire(create=False)
-        assert not FolderLock(Path(folder)).acquire(create=False)
-    start_model._remove_unused(cache)
+        use_folder(Path(folder)).close()
+        remove_unused(Path(folder))
+    model_cache._remove_old(cache, 0)
     assert sorted(os.listdir(cache)) == before
     with pytest.raises(OSError, match=os.strerror(code)), model(1):
         pass

@@ -40,6 +40,20 @@ def test_a_signal_to_another_thread_is_heard():
     assert interrupted(1).num_made == 1
 
 
+def test_work_that_the_first_one_cancels_ends_as_an_interrupt():
+    async def waits(stop: StopRequest) -> None:
+        with stop.cancels(asyncio.current_task(), at=1):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            await asyncio.sleep(60)
+
+    async def notebook() -> None:
+        stop = StopRequest()
+        outside_event_loop(lambda: asyncio.run(waits(stop)), stop)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(notebook())
+
+
 def test_a_second_one_is_raised():
     with pytest.raises(KeyboardInterrupt):
         interrupted(2)

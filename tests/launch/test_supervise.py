@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,9 @@ from headrace.config import make_recipe
 from headrace.errors import SyncError
 from headrace.launch.local import LocalProcesses
 from headrace.launch.placement import Placement
-from headrace.launch.process import RestartBudget, RoleFailed, RoleProcess, TrainerLost
-from headrace.rpc import RemoteError, StreamClosed
+from headrace.launch.process import Place, RestartBudget, RoleFailed, RoleProcess, TrainerLost
+from headrace.observe.timeline import MirroredTimeline
+from headrace.rpc import Peer, RemoteError, StreamClosed, open_socket
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,12 +77,12 @@ class Starting(LocalProcesses):
         silent = SimpleNamespace(take=None, forget=lambda _: None)
         self._timelines = {"engine": silent, "trainer": silent}  # type: ignore[dict-item]
 
-    def start_process(self, role: str, index: int) -> RoleProcess:
-        name, incarnation = f"{role}-{index}", len(self.started) + 1
-        where = placement(self._folder / f"{name}.log")
-        process = RoleProcess(name, role, handle=FarProcess(), placement=where, index=index, incarnation=incarnation)
-        self.started.append(process)
-        return process
+    def start_process(self, place: Place) -> RoleProcess:
+        self.started.append(super().start_process(place))
+        return self.started[-1]
+
+    def _begin(self, place: Place) -> tuple[FarProcess, Placement]:
+        return FarProcess(), placement(self._folder / f"{place.name}.log")
 
     async def _connect(self, process: RoleProcess) -> dict[str, asyncio.Future[Any]]:
         how = self._ends.pop(0) if self._ends else "up"
@@ -118,7 +120,7 @@ async def test_an_engine_that_weights_do_not_reach_while_it_starts_may_be_starte
 
     processes.pool.join = refuses  # type: ignore[method-assign]
     with pytest.raises(RoleFailed, match=r"engine-1 .*version 3: the link is broken\n  log .*engine-1\.log"):
-        await processes.start_engine(processes.start_process("engine", 1))
+        await processes.start_engine(processes.start_process(processes.place("engine", 1)))
     processes._cancel_tasks()
 
 
@@ -129,7 +131,7 @@ def start(tmp_path: Path, *ends: str, is_first: bool = True) -> tuple[list[RoleP
     async def main() -> tuple[Starting, RoleFailed | None]:
         processes = Starting(tmp_path, *ends, said=said)
         try:
-            told = await processes.start_engine(processes.start_process("engine", 1), is_first=is_first)
+            told = await processes.start_engine(processes.start_process(processes.place("engine", 1)), is_first=is_first)
         except RoleFailed as error:
             return processes, error
         finally:
@@ -225,7 +227,7 @@ def lose_engines(tmp_path: Path, *names: int, count: int) -> tuple[Starting, lis
     async def main() -> Starting:
         processes = Starting(tmp_path, said=said, count=count)
         for index in range(count):
-            await processes.start_engine(processes.start_process("engine", index))
+            await processes.start_engine(processes.start_process(processes.place("engine", index)))
         first = processes.started.copy()
         processes._ends = ["killed"] * 100
         for index in names:
@@ -259,9 +261,41 @@ def test_without_any_engine_the_run_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("last_words", [False, True])
 async def test_a_trainer_that_raised_is_not_taken_for_a_lost_one(tmp_path: Path, last_words: bool) -> None:
     """A lost one is started again; what one raised, it would raise again."""
-    process = RoleProcess("trainer", "trainer", handle=FarProcess(), placement=placement(tmp_path / "trainer.log"))
+    process = RoleProcess(Place("trainer", "trainer"), handle=FarProcess(), placement=placement(tmp_path / "trainer.log"))
     if last_words:
         process._take_last_words({"kind": "OutOfMemoryError", "message": "of 80 GB"})
     process.watch_end()
     error = await process.explain()
     assert isinstance(error, RoleFailed) and isinstance(error, TrainerLost) is not last_words
+
+
+@pytest.mark.parametrize("lacks", ["totals", "slices"])
+@pytest.mark.parametrize("how", ["report", "ping"])
+async def test_an_engine_whose_report_lacks_a_key_is_lost_and_not_the_run(tmp_path: Path, how: str, lacks: str) -> None:
+    processes = Starting(tmp_path, said=[])
+    processes._timelines = {"engine": MirroredTimeline("engine", on_slice=lambda *_: None)}
+    here, there = [await open_socket(end) for end in socket.socketpair()]
+    report = {"totals": {}, "occupied": 0, "slots": 0, "state": "decode", "slices": []}
+    del report[lacks]
+
+    async def ping() -> dict[str, Any]:
+        return {"state": {}, "report": report}
+
+    engine = processes.start_process(processes.place("engine", 1))
+    notices = {"report": lambda told: processes._take_report(engine, told)}
+    engine.streams["control"] = Peer(here, notices=notices)
+    far = Peer(there, calls={"ping": ping})
+    answering = asyncio.ensure_future(far.run())
+    processes._spawn(engine.read(engine.control))
+    if how == "ping":
+        processes._spawn(processes._keep_pinging(engine))
+    else:
+        far.notify("report", report)
+    await asyncio.wait_for(engine.lost.wait(), 30)
+    error = await engine.explain()
+    assert (
+        isinstance(error, RoleFailed) and "engine-1 (process 7 on far)" in str(error) and f"KeyError('{lacks}')" in str(error)
+    )
+    await asyncio.wait({answering})
+    assert isinstance(answering.exception(), StreamClosed) and processes._failure is None and not processes._has_failed.is_set()
+    processes._cancel_tasks()

@@ -18,7 +18,7 @@ from manifests import fill, make_manifest
 from torch import nn
 
 from headrace.model.arena import ALIGNMENT, Arena, ArenaError
-from headrace.model.weights import Inspector, StagedWeights, WeightError, checksum, named_tensors
+from headrace.model.weights import StagedWeights, WeightError, checksum, make_inspector, named_tensors
 from headrace.records import WeightUpdate
 
 if TYPE_CHECKING:
@@ -502,7 +502,7 @@ def test_an_arena_says_what_it_holds() -> None:
     model = Mixed()
     arena = Arena.adopt(model, garbage)
     for odd in (None, "scale"):
-        sums, found = Inspector(arena).look(arena)
+        sums, found = make_inspector(arena)(arena)
         assert found == odd and sums.tolist() == make_manifest(named_tensors(model)).checksums.tolist()
         model.scale[2] = float("nan")
 
@@ -537,7 +537,7 @@ INTERPRETED = """
 import itertools, torch
 from headrace.model import checksum_kernel
 from headrace.model.arena import Arena
-from headrace.model.weights import Inspector, checksum
+from headrace.model.weights import checksum, make_inspector
 
 checksum_kernel._BLOCK = 64
 torch.manual_seed(0)
@@ -592,10 +592,10 @@ print("checked", count)
 mixed = torch.nn.Sequential(torch.nn.Linear(9, 5).bfloat16(), torch.nn.BatchNorm1d(5))
 arena = Arena.adopt(mixed)
 mixed[1].running_var[2] = float("inf")
-sums, odd = Inspector(arena).look(arena)
+sums, odd = make_inspector(arena)(arena)
 assert odd == "1.running_var" and len(arena.flat) == 3
 arena.device = torch.device("cuda")  # so that the kernel is taken, on memory that is not there
-found, found_odd = Inspector(arena).look(arena)
+found, found_odd = make_inspector(arena)(arena)
 assert found.tolist() == sums.tolist() and found_odd == odd
 """
 
@@ -613,10 +613,10 @@ def test_the_kernel_gives_every_checksum_and_finds_what_is_not_finite() -> None:
 def test_without_a_gpu_triton_is_not_imported() -> None:
     script = """
 import sys, torch
-from headrace.model.weights import Inspector, StagedWeights
+from headrace.model.weights import StagedWeights, make_inspector
 before = "triton" in sys.modules
 arena = StagedWeights(torch.nn.Linear(3, 3)).arena
-Inspector(arena).look(arena)
+make_inspector(arena)(arena)
 sys.exit("headrace.model.checksum_kernel" in sys.modules or ("triton" in sys.modules) != before)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0

@@ -69,9 +69,8 @@ def test_slices_are_named_by_the_work_in_them_and_waits_are_gaps(tmp_path) -> No
     assert found[0]["args"] == {"wait-gate": 2.0, "decode": 0.8, "prefill": 0.2} and "args" not in found[1]
 
 
-@pytest.mark.parametrize("end", ["closed", "killed", "torn", "empty"])
-def test_a_resumed_run_appends(tmp_path, end) -> None:
-    path = tmp_path / "trace.json"
+def trace_of_an_ended_run(folder: Path, end: str) -> Path:
+    path = folder / "trace.json"
     first = Trace(path, max_bytes=1 << 20)
     first.show("engine-1", Slice(0.0, 1.0, {"decode": 1.0}))
     first.write(1, {})
@@ -82,6 +81,12 @@ def test_a_resumed_run_appends(tmp_path, end) -> None:
             file.write('{"pid":1,"name":"thread_name","ph":"M","tid":9,"args":{"name":"engi"}')
     elif end == "empty":
         path.write_text("")
+    return path
+
+
+@pytest.mark.parametrize("end", ["closed", "killed", "torn", "empty"])
+def test_a_resumed_run_appends(tmp_path, end) -> None:
+    path = trace_of_an_ended_run(tmp_path, end)
     again = Trace(path, max_bytes=1 << 20)
     again.show("engine-0", Slice(1.0, 2.0, {"decode": 1.0}))
     again.show("engine-1", Slice(1.0, 2.0, {"swap": 1.0}))
@@ -95,21 +100,26 @@ def test_a_resumed_run_appends(tmp_path, end) -> None:
 @pytest.mark.parametrize("end", ["closed", "killed", "torn"])
 def test_a_resumed_run_may_begin_with_another_part(tmp_path, end) -> None:
     """What is appended first does not fit."""
-    path = tmp_path / "trace.json"
-    first = Trace(path, max_bytes=1 << 20)
-    first.show("engine-1", Slice(0.0, 1.0, {"decode": 1.0}))
-    first.write(1, {})
-    if end == "closed":
-        first.close()
-    elif end == "torn":
-        with path.open("a") as file:
-            file.write('{"pid":1,"name":"thread_na')
+    path = trace_of_an_ended_run(tmp_path, end)
     again = Trace(path, max_bytes=2 * path.stat().st_size)
     again.show("engine-1", Slice(1.0, 2.0, {"swap": 1.0}))
     again.close()
     parts = [json.loads((tmp_path / name).read_text()) for name in ("trace-1.json", "trace.json")]
     slices = [[event["name"] for event in part if event["ph"] == "X"] for part in parts]
     assert slices == [["decode"], ["swap"]] and [tracks(part) for part in parts] == 2 * [{7: "engine-1"}]
+
+
+def test_each_process_and_each_of_its_lanes_has_a_track_of_its_own(tmp_path) -> None:
+    trace = Trace(tmp_path / "trace.json", max_bytes=1 << 20)
+    works = ["compute", BESIDE + "publish 1", BESIDE + "save 1"]
+    for role, num_lanes in {"scorer": 1, "engine": 2, "trainer": 3}.items():
+        for track in ["scorer"] if role == "scorer" else [f"{role}-{index}" for index in range(8)]:
+            for work in works[:num_lanes]:
+                trace.show(track, Slice(0.0, 1.0, {work: 1.0}))
+    trace.show("engine-lent", Slice(0.0, 1.0, {"decode": 1.0}))
+    trace.close()
+    named = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["name"] == "thread_name"]
+    assert len(named) == len({event["args"]["name"] for event in named}) == len({event["tid"] for event in named}) == 42
 
 
 def test_checkpoints_have_a_track_apart_from_weights(tmp_path) -> None:

@@ -201,6 +201,13 @@ def test_a_reward_that_raises_on_what_a_policy_may_write(recipe) -> None:
     recipe.write(reward="def reward(completion, answer):\n    return float(completion.split()[0] == answer)\n")
     finding = only(recipe.examine(), "problem")
     assert "raised IndexError" in finding.what and "on the answer empty ('')" in finding.what
+    assert "what a policy may write" in finding.fix
+
+
+def test_a_reward_that_raises_on_the_right_answer(recipe) -> None:
+    recipe.write(reward="def reward(completion, answer, **row):\n    return row['level'] * 1.0\n")
+    finding = only(recipe.examine(), "problem")
+    assert "raised KeyError: 'level'" in finding.what and "columns answer, prompt" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -495,6 +502,13 @@ def test_more_room_than_there_is(tmp_path) -> None:
     assert next(capacity.check_shared_memory(subject)).level == "problem"
     subject.recipe = make_recipe({"sync.transport": "http"})
     assert next(capacity.check_shared_memory(subject)).level == "warning"
+    subject.recipe = make_recipe({"sync.transport": "http", "engine.kind": "vllm", "engine.count": 3})
+    finding = next(capacity.check_shared_memory(subject))
+    assert finding.level == "problem" and "4 versions, 2 of them for servers, of the weights take 1600.0 TB" in finding.what
+    on_ray = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0", "sync.transport": "http"}  # no server is here
+    subject.recipe = make_recipe({**on_ray, "engine.kind": "vllm", "engine.count": 3})
+    finding = next(capacity.check_shared_memory(subject))
+    assert finding.level == "warning" and "two versions of the weights take 800.0 TB" in finding.what
     subject.recipe = make_recipe({"sync.folder": str(tmp_path)})
     finding = next(capacity.check_shared_memory(subject))
     assert finding.level == "problem" and finding.fix == "make room there, or name another folder in sync.folder"
@@ -506,3 +520,17 @@ def test_a_check_that_fails_is_told_and_the_rest_is_made() -> None:
         raise PermissionError("not for you")
 
     assert [finding.what for finding in check()(broken)(Subject())] == ["before", "PermissionError: not for you"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "is_said"), [("float32", "cuda", 1), ("bfloat16", "cuda", 0), ("float32", "cpu", 0)]
+)
+def test_float32_on_a_gpu_is_called_slow(dtype, device, is_said, tmp_path, monkeypatch) -> None:
+    from headrace.config import make_recipe
+    from headrace.launch import build
+    from headrace.launch.inputs import UserInputs
+
+    monkeypatch.setattr(build, "choose_device", lambda _: device)
+    settings = {"path": str(tmp_path), "dtype": dtype}
+    notes = build.preflight(make_recipe({"tasks": [{"source": "builtin:sort_digits"}], "model": settings}), UserInputs())
+    assert sum("model.dtype = 'float32'" in note for note in notes) == is_said

@@ -11,12 +11,13 @@ import numpy as np
 from helpers import SMALL, length_reward, small_run
 from stubbed import make_roles
 
+from headrace.bench.loads import finished
 from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_run
 from headrace.config import make_recipe
 from headrace.engine import InFlight
 from headrace.observe import Observer
 from headrace.observe.inspect import read_rollouts
-from headrace.records import Call, FinishReason
+from headrace.records import FinishReason
 from headrace.run import POLICY
 from headrace.run.policy import PolicyState
 from headrace.run.state import Run
@@ -181,16 +182,8 @@ class TailEngine(InstantEngine):
                 versions.append(self._version)
         finally:
             del self._started[rollout.id]
-        start = len(rollout)
-        span = {"start": start, "stop": start + count, "started": 0.0, "finished": 0.0}
-        return rollout.extend(
-            Call(**span, engine="stub", sampling=sampling, finish_reason=FinishReason.LENGTH),
-            token_ids=np.full(count, 10 + count % 7, dtype=np.int32),
-            logprobs=np.full(count, -1.0, dtype=np.float32),
-            versions=np.array(versions, dtype=np.int32),
-            policy="policy",
-            lineage=self._lineage,
-        )
+        token_ids = np.full(count, 10 + count % 7)
+        return finished(rollout, token_ids, version=versions, lineage=self._lineage, sampling=sampling)
 
     async def in_flight(self) -> list[InFlight]:
         def known(rollout: Rollout, versions: list[int]) -> InFlight:

@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from strategies import arrays, batches, episodes, names, plain, quick, rollouts, small_records, weight_updates
+from strategies import arrays, names, plain, quick, small_records, weight_updates
 
 import headrace
 from headrace.records import (
@@ -173,19 +173,12 @@ def unpacked(kind: str, value: object) -> object:
 # Whatever goes in comes out
 
 
-STRATEGIES = [rollouts(parent="r0"), episodes(), batches(), weight_updates()]
-
-
-@pytest.mark.parametrize(("kind", "strategy"), list(zip(KINDS, STRATEGIES, strict=True)), ids=KINDS)
-def test_a_record_comes_out_as_it_went_in(kind: str, strategy: st.SearchStrategy) -> None:
-    @given(strategy)
-    @quick
-    def check(record) -> None:
-        copy = unpacked(kind, decode(encode(packed(record))))
-        assert type(copy) is type(record)
-        assert copy == record
-
-    check()
+@given(weight_updates())
+@quick
+def test_a_weight_update_comes_out_as_it_went_in(update: WeightUpdate) -> None:
+    copy = decode(encode(update))
+    assert type(copy) is WeightUpdate
+    assert copy == update
 
 
 @given(
@@ -452,13 +445,6 @@ def test_a_receiver_may_take_less() -> None:
     assert len(decode(frame, max_bytes=len(frame))) == 100
     with pytest.raises(WireError, match="oversized"):
         decode(frame, max_bytes=len(frame) - 1)
-
-
-def test_a_changed_checksum_is_refused() -> None:
-    frame = bytearray(encode([1, 2, 3]))
-    frame[-1] ^= 1
-    with pytest.raises(WireError, match="checksum"):
-        decode(bytes(frame))
 
 
 def test_unknown_records_and_fields_are_refused_by_name(rich) -> None:

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from helpers import same_weights, small_run
+from helpers import books_close, same_weights, small_run
 from safetensors.torch import load_file
-from test_runs import books_close, run_and_kill
+from test_runs import run_and_kill
 
 from headrace.algorithms import turns_of
 from headrace.envs import SingleTurn
 from headrace.records import Episode, FinishReason, Source
 from headrace.settings import ConfigError
 from headrace.trainer import DeviceTrainer
-from headrace.trainer.saving import REFERENCE_FILE
 
 if TYPE_CHECKING:
     from headrace.records import Array, Batch
@@ -147,7 +146,7 @@ def test_all_that_adapts_is_resumed_to_the_bit(tmp_path, monkeypatch) -> None:
     for step in (2, 4):
         ours, theirs = (tmp_path / name / "checkpoints" / f"step-{step}" for name in ("whole", "killed"))
         assert same_weights(ours, theirs)
-        left, right = (load_file(folder / REFERENCE_FILE) for folder in (ours, theirs))
+        left, right = (load_file(folder / "trainer/reference.safetensors") for folder in (ours, theirs))
         assert left.keys() == right.keys() and all(left[name].equal(right[name]) for name in left)
     found = rows(tmp_path / "whole")
     names = ("train/kl_weight", "train/entropy_weight", "train/reference_version", "train/loss")
@@ -202,7 +201,7 @@ def test_a_trainer_in_its_own_process_adapts_as_one_in_line_does(tmp_path) -> No
     assert local.summary["status"] == "finished"
     assert books_close(local.summary)
     assert same_weights(inline.folder / "checkpoints" / "step-4", local.folder / "checkpoints" / "step-4")
-    left, right = (load_file(run.folder / "checkpoints" / "step-4" / REFERENCE_FILE) for run in (inline, local))
+    left, right = (load_file(run.folder / "checkpoints/step-4/trainer/reference.safetensors") for run in (inline, local))
     assert all(left[name].equal(right[name]) for name in left)
     ours, theirs = ([row["train/kl_weight"] for row in rows(run.folder)] for run in (inline, local))
     assert ours == theirs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers import TASKS, same_weights, small_run
-from test_runs import books_close, run_and_kill
+from helpers import TASKS, books_close, same_weights, small_run
+from test_runs import run_and_kill
 
 from headrace.observe.sinks import read_metrics
 from headrace.run.pace import Pace
@@ -54,7 +54,7 @@ def test_tied_groups_are_dropped_and_replaced(tmp_path, settings):
 def test_auto_lag_counts_the_groups_that_the_trainer_can_take(tmp_path, monkeypatch, buffer):
     """Not those that a filter drops, nor those that wait for an earlier one."""
     arrived: list[int] = []
-    monkeypatch.setattr("headrace.run.policy.is_automatic", lambda recipe: True)
+    monkeypatch.setattr("headrace.run.policy_groups.is_automatic", lambda recipe: True)
     monkeypatch.setattr(Pace, "completed", lambda self, *, submitted_at, num_arrived: arrived.append(num_arrived))
     settings = {"filter": {"max_tied": 0.0}, "buffer": buffer, "staleness": {"max_lag": 2}}
     result = small_run(tmp_path / "run", steps=3, reward=sparse, held_out=None, **settings)

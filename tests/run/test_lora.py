@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from helpers import small_run
+from helpers import books_close, small_run
 from safetensors.torch import load_file
-from test_runs import books_close
 
 from headrace.config import make_recipe
 from headrace.engine.native.engine import NativeEngine

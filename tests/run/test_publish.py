@@ -19,6 +19,11 @@ from headrace.sync import WeightSync
 from headrace.trainer import Published
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.run.publishing._PAUSES", (0.0, 0.0))
+
+
 def spoil(monkeypatch: pytest.MonkeyPatch, *, versions: dict[int, int]) -> list[tuple[int, str]]:
     """Have the bytes of these versions arrive changed, each as often as it says. What was received, in order."""
     receive, left, seen = WeightSync.receive, dict(versions), []

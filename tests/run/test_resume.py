@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers import TASKS, small_run
-from test_runs import books_close, run_and_kill
+from helpers import TASKS, books_close, small_run
+from test_runs import run_and_kill
 from test_unfinished import LONG_TAIL, note_generated, saved
 from test_unfinished_processes import SLOW
 

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import TASKS, length_reward, same_weights, small_run, weights
+from helpers import TASKS, books_close, length_reward, same_weights, small_run, weights
 
 import headrace
 from headrace.engine.stop_strings import completes, decoder_of
@@ -41,12 +41,6 @@ def timed_saves(monkeypatch) -> list[float]:
 
     monkeypatch.setattr(CheckpointStore, "save", timed)
     return taken
-
-
-def books_close(summary: dict) -> bool:
-    counts = summary["accounting"]
-    terms = ("trained", "rejected", "failed", "filtered", "unused", "buffered", "in_flight")
-    return counts["submitted"] == sum(counts[name] for name in terms)
 
 
 def test_a_run_leaves_what_the_design_says(tmp_path, monkeypatch):

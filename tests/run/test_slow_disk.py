@@ -1,6 +1,6 @@
 """A run on a slow disk: engines decode and the trainer trains while checkpoints are written.
 
-`pytest tests/run/test_slow_disk.py -s` prints the table that docs/orchestration.md shows.
+`pytest tests/run/test_slow_disk.py -s` prints the figures that docs/orchestration.md shows.
 """
 
 from __future__ import annotations

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from stubbed import make_roles
 
+from headrace.bench.loads import finished
 from headrace.bench.stubs import StubTrainer
 from headrace.config import make_recipe
 from headrace.engine import EngineState
 from headrace.observe import Observer
 from headrace.partial import Interrupt
-from headrace.records import Call, FinishReason, Rollout, Sampling, WeightUpdate
+from headrace.records import FinishReason, Rollout, Sampling, WeightUpdate
 from headrace.run import Run, leg, run_loops
 from headrace.sync import Lineage
 from headrace.trainer import Published
@@ -38,26 +39,11 @@ class Engine:
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         await asyncio.sleep(0.001 * (len(rollout.id) % 3))
-        update, start = self.held[rollout.policy], len(rollout)
+        update = self.held[rollout.policy]
         count = 1 + int(rollout.id[-1]) % 3
         self.num_tokens += count
-        call = Call(
-            start=start,
-            stop=start + count,
-            engine="fake",
-            sampling=sampling,
-            finish_reason=FinishReason.STOP,
-            started=0.0,
-            finished=0.0,
-        )
-        return rollout.extend(
-            call,
-            token_ids=np.full(count, SIGNATURE[rollout.policy], dtype=np.int32),
-            logprobs=np.full(count, -1.0, dtype=np.float32),
-            versions=np.full(count, update.version, dtype=np.int32),
-            policy=rollout.policy,
-            lineage=update.lineage,
-        )
+        named = {"policy": rollout.policy, "lineage": update.lineage, "sampling": sampling, "reason": FinishReason.STOP}
+        return finished(rollout, np.full(count, SIGNATURE[rollout.policy]), version=update.version, **named)
 
     async def load(self, update: WeightUpdate, *, interrupt: Interrupt = Interrupt.KEEP) -> None:
         held = self.held.get(update.policy)

@@ -10,8 +10,8 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import TASKS, small_run
-from test_runs import books_close, run_and_kill
+from helpers import TASKS, books_close, failing_loss, small_run
+from test_runs import run_and_kill
 
 from headrace.bench.stubs import answer
 from headrace.engine import InFlight
@@ -31,7 +31,8 @@ from headrace.records import (
     unpack_rollouts,
 )
 from headrace.run.in_flight import GroupInFlight, InFlightTable
-from headrace.run.policy import PolicyState, max_generate_calls
+from headrace.run.policy import PolicyState
+from headrace.run.policy_groups import max_generate_calls
 from headrace.run.state import Run
 from headrace.staleness import Rejection
 from headrace.staleness.gate import gate_depth
@@ -357,6 +358,12 @@ def test_what_is_half_drawn_goes_on_after_a_restart(tmp_path, monkeypatch, inter
         assert after.num_sampled <= 96 and after.versions[stop:].min() >= 3
 
 
+def check_none_begins_anew(folder, settings, partials, monkeypatch) -> None:
+    begun = note_generated(monkeypatch)
+    result = small_run(folder, **settings)
+    assert result.summary["status"] == "finished" and books_close(result.summary) and not partials & {*begun}
+
+
 def test_a_stopped_run_leaves_what_was_half_drawn(tmp_path, monkeypatch):
     stops: list[StopRequest] = []
     heard = StopRequest.heard_by
@@ -377,31 +384,18 @@ def test_a_stopped_run_leaves_what_was_half_drawn(tmp_path, monkeypatch):
     step = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     partials = {rollout.id for group in saved(tmp_path / "run", step) for rollout in group["rollouts"]}
     assert 4 <= step < 12 and len(partials) > 3
-    begun = note_generated(monkeypatch)
-    result = small_run(tmp_path / "run", **settings)
-    assert result.summary["status"] == "finished" and books_close(result.summary) and not partials & {*begun}
+    check_none_begins_anew(tmp_path / "run", settings, partials, monkeypatch)
 
 
 def test_a_run_that_fails_leaves_what_was_half_drawn(tmp_path, monkeypatch):
     """Noted before the failure ends the tasks that have it under way."""
-    loss = tmp_path / "loss.py"
-    loss.write_text(
-        "calls = []\n"
-        "def fails(tokens):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) == 5:\n"
-        "        raise RuntimeError('out of luck')\n"
-        "    return -tokens.ratio() * tokens.advantages, {}\n"
-    )
     settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "checkpoint": {"every": 100, "keep": 10}}
-    settings["train"] = {**LONG_TAIL["train"], "loss": f"{loss}:fails"}
+    settings["train"] = {**LONG_TAIL["train"], "loss": failing_loss(tmp_path)}
     with pytest.raises(RuntimeError, match="out of luck"):
         small_run(tmp_path / "run", **settings)
     partials = {rollout.id for group in saved(tmp_path / "run", 4) for rollout in group["rollouts"]}
     assert len(partials) > 3
-    begun = note_generated(monkeypatch)
-    result = small_run(tmp_path / "run", **settings)
-    assert result.summary["status"] == "finished" and books_close(result.summary) and not partials & {*begun}
+    check_none_begins_anew(tmp_path / "run", settings, partials, monkeypatch)
 
 
 def test_what_would_be_too_old_is_begun_anew(tmp_path, monkeypatch):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import small_run
-from test_runs import books_close, run_and_kill
+from helpers import books_close, small_run
+from test_runs import run_and_kill
 from test_unfinished import check_books_always, note_generated, rollouts_of, saved
 
 from headrace.records import FinishReason

@@ -46,8 +46,9 @@ def test_a_fraction_uses_what_it_may() -> None:
 
 
 def test_slots_count_episodes() -> None:
-    gate = SlotsGate(slots=1.5, groups_per_batch=4, group_size=8, steps=100)
-    assert gate.episodes == 48
+    sizes = {"train.batch": 32, "train.group_size": 8, "steps": 100}
+    gate = make_gate(make_recipe({**sizes, "staleness.gate": "slots", "staleness.slots": 1.5}))
+    assert isinstance(gate, SlotsGate) and gate.episodes == 48
     assert gate.is_open(version=0, submitted=5, dropped=0, unfinished=40)
     assert not gate.is_open(version=0, submitted=5, dropped=0, unfinished=41), "a whole group must fit"
     assert gate.is_open(version=0, submitted=99, dropped=0, unfinished=0), "it bounds no lag"

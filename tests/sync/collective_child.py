@@ -79,7 +79,7 @@ def fetch(transport, command, name):
     def work():
         transport.prepare([command["place"]])
         transport.fetch(command["place"], target, receiver=name)
-        group = next(iter(transport._receiver.groups.values()), None)
+        group = next(iter(transport.groups.values()), None)
         sha = hashlib.sha256(target.buffer.numpy().tobytes()).hexdigest()
         return {"sha": sha, "group": group.id if group else "", "checks": target.num_checks}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,12 +144,12 @@ def test_an_engine_keeps_a_group_with_each_rank_and_leaves_those_of_ranks_that_a
     run, groups = run_of("collective"), []
     for version in range(2):
         run.receive(run.offer(version, new_weights(version)))
-        groups.append(set(run.engine._transport._receiver.groups.values()))
+        groups.append(set(run.engine._transport.groups.values()))
     assert groups[0] == groups[1] and len(groups[0]) == 2
     other = run_of("collective")
     run.ranks, other.ranks = other.ranks, run.ranks  # as after a restart
     run.receive(run.offer(2, new_weights(2)))
-    assert groups[0].isdisjoint(run.engine._transport._receiver.groups.values())
+    assert groups[0].isdisjoint(run.engine._transport.groups.values())
 
 
 def test_a_rank_that_lost_its_share_is_named_and_the_next_attempt_succeeds(run_of):
@@ -159,6 +160,21 @@ def test_a_rank_that_lost_its_share_is_named_and_the_next_attempt_succeeds(run_o
         run.receive(update)
     run.ranks[0].abort(update)
     run.receive(run.offer(1, new_weights(1), whole=True))
+
+
+def test_an_update_that_lacks_a_part_or_reaches_beyond_a_tensor_is_refused(run_of):
+    run = run_of("shared_memory")
+    update = run.offer(1, new_weights(1))
+    run.spare._staging = run.spare.arena.like()
+    for missing in range(2):
+        run.spare._staging.memory.zero_()  # lest it still holds the right weights
+        with pytest.raises(SyncError, match="differs from what was sent"):
+            run.receive(replace(update, parts=(update.parts[missing],)))
+    name, start, _ = update.parts[0].ranges[0]
+    beyond = replace(update.parts[0], ranges=((name, start, 10**6),))
+    with pytest.raises(SyncError, match=r"version 1 over shared_memory: it has no elements 0 to 1000000 of tensor"):
+        run.receive(replace(update, parts=(beyond, update.parts[1])))
+    run.receive(update)
 
 
 def test_a_relay_serves_all_parts_of_an_update_until_the_next(run_of, tmp_path):

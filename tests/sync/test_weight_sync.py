@@ -10,14 +10,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from manifests import make_manifest
 
 from headrace.errors import SyncError
 from headrace.model.arena import Arena, lay_out
 from headrace.model.weights import StagedWeights, StagingBuffer, named_tensors
-from headrace.records import WeightUpdate, frames
+from headrace.records import WeightUpdate
 from headrace.sync import Lineage, MemoryTransport, TransportConfig, WeightSync, make_transport, table, transport_class
-from headrace.sync.files import FilesTransport
 
 
 @pytest.fixture
@@ -105,51 +103,7 @@ def test_a_place_outside_the_folder_is_refused_and_not_looked_at(transport, plac
         receiver.fetch(place, None, receiver="engine-0")
 
 
-# Parts, and transports of one's own
-
-
-def test_an_update_in_two_parts_is_assembled_and_checked(tmp_path):
-    """As two trainer ranks would publish it: each offers what it has, and the receiver puts the whole together."""
-    model = torch.nn.ModuleDict({"first": torch.nn.Linear(40, 30), "second": torch.nn.Linear(30, 20)})
-    new = {name: torch.randn_like(tensor) for name, tensor in named_tensors(model)}
-    cut = 700
-    matrix = new["first.weight"].view(-1)
-    held = [
-        {"first.weight": matrix[:cut], "first.bias": new["first.bias"]},
-        {"first.weight": matrix[cut:], "second.weight": new["second.weight"], "second.bias": new["second.bias"]},
-    ]
-    ranges = [
-        (("first.weight", 0, cut), ("first.bias", 0, 30)),
-        (("first.weight", cut, 1200), ("second.weight", 0, 600), ("second.bias", 0, 20)),
-    ]
-    ranks = [
-        WeightSync(Lineage("life"), FilesTransport(folder=tmp_path, prefix=f"rank{rank}", deadline=1.0)) for rank in range(2)
-    ]
-    offered = [rank.offer(1, tensors.items()) for rank, tensors in zip(ranks, held, strict=True)]
-    parts = [replace(update.parts[0], ranges=each) for update, each in zip(offered, ranges, strict=True)]
-    update = replace(offered[0], manifest=make_manifest(new.items()), parts=tuple(parts))
-    update = frames.decode(frames.encode(update))
-    spare = StagedWeights(model)
-    engine = WeightSync(Lineage("life"), FilesTransport(folder=tmp_path, prefix="engine", deadline=0.2))
-    assert spare.receive(update, partial(engine.receive, update)) == update.manifest
-    spare.exchange()
-    assert all(torch.equal(tensor, new[name]) for name, tensor in named_tensors(model))
-
-    for missing in range(2):  # the rest is what was there before: zeros, lest freed memory still holds the right weights
-        spare = StagedWeights(torch.nn.ModuleDict({"first": torch.nn.Linear(40, 30), "second": torch.nn.Linear(30, 20)}))
-        spare._staging = spare.arena.like()
-        spare._staging.memory.zero_()
-        part = replace(update, parts=(update.parts[missing],))
-        with pytest.raises(SyncError, match="differs from what was sent"):
-            spare.receive(part, partial(engine.receive, part))
-    beyond = replace(update, parts=(replace(parts[0], ranges=(("first.weight", 0, 1201),)), parts[1]))
-    with pytest.raises(SyncError, match=r"version 1 over files: it has no elements 0 to 1201 of tensor 'first\.weight'"):
-        spare.receive(beyond, partial(engine.receive, beyond))
-    for rank, each in zip(ranks, offered, strict=True):
-        rank.release(update)
-        assert rank.catch_up(0) == [each]
-        rank.close()
-    assert not list(tmp_path.iterdir())
+# A transport of one's own
 
 
 class Pigeon(MemoryTransport):

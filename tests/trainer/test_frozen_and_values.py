@@ -13,7 +13,6 @@ from headrace.algorithms.columns import REFERENCE, RETURNS, TEACHER, VALUES
 from headrace.model.load import load_model, load_tokenizer
 from headrace.trainer import DeviceTrainer, TrainSettings
 from headrace.trainer.frozen_model import FrozenModel
-from headrace.trainer.saving import OPTIMIZER_FILE
 
 
 def make(model_path: str, *, frozen: tuple[str, ...] = (), **settings) -> DeviceTrainer:
@@ -66,7 +65,7 @@ def test_a_value_head_learns_and_is_kept(tiny_model: str, tmp_path) -> None:
     drawn = np.concatenate([value[item.loss_mask] for item, value in zip(items, learnt, strict=True)])
     assert 0.5 < drawn.mean() < 1.5
     trainer.save(tmp_path)
-    assert (tmp_path / OPTIMIZER_FILE).is_file()
+    assert (tmp_path / "trainer/optimizer.safetensors").is_file()
     resumed = make(tiny_model, loss="ppo", advantage="gae")
     resumed.load(tmp_path)
     for ours, theirs in zip(resumed.forward(make_batch(items), column=VALUES), learnt, strict=True):

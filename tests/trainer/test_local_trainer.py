@@ -131,7 +131,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.chdir(tmp_path)  # checkpoints are saved in folders there
     trainer, sync, timeline = Noting(), Slow(), ProcessTimeline("trainer")
     return Bench(trainer, sync, timeline, LocalTrainer(trainer, sync=sync, timeline=timeline, in_threads=True))
 

@@ -19,7 +19,6 @@ from headrace.model.head import Head
 from headrace.model.load import load_model, load_tokenizer
 from headrace.records import Batch, Rollout, Sampling
 from headrace.trainer import DeviceTrainer, ParameterSettings, TrainSettings, learning_rate
-from headrace.trainer.saving import OPTIMIZER_FILE
 
 
 def rollouts(model_path: str, count: int = 12, *, sampling: Sampling | None = None, dtype: str = "float32") -> list[Rollout]:
@@ -282,7 +281,7 @@ def test_checkpoint_is_a_hugging_face_folder_and_training_goes_on_bitwise(tiny_m
     for _ in range(3):
         trainer.forward_backward(batch)
         trainer.optim_step(1e-3)
-    assert trainer.save(tmp_path) == seal(tmp_path) and OPTIMIZER_FILE in seal(tmp_path)
+    assert trainer.save(tmp_path) == seal(tmp_path) and "trainer/optimizer.safetensors" in seal(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == plain.config.vocab_size
     ids = torch.randint(6, 90, (1, 12))
@@ -295,17 +294,6 @@ def test_checkpoint_is_a_hugging_face_folder_and_training_goes_on_bitwise(tiny_m
         each.optim_step(1e-3)
     for (name, left), (_, right) in zip(trainer.tensors(), resumed.tensors(), strict=True):
         assert torch.equal(left, right), name
-
-
-def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model: str) -> None:
-    batch = make_batch(rollouts(tiny_model, 3))
-    trainer = make_trainer(tiny_model)
-    before = {name: tensor.clone() for name, tensor in trainer.tensors()}
-    trainer.forward_backward(batch)
-    next(iter(trainer.model.parameters())).grad[0, 0] = float("nan")
-    assert trainer.optim_step(1e-2)["skipped"] == 1
-    for name, tensor in trainer.tensors():
-        assert torch.equal(tensor, before[name])
 
 
 def test_a_skipped_step_leaves_weights_and_optimizer_bitwise_as_they_were(tiny_model: str, tmp_path) -> None:
@@ -325,7 +313,7 @@ def test_a_skipped_step_leaves_weights_and_optimizer_bitwise_as_they_were(tiny_m
             each.save(tmp_path / name)
             each.forward_backward(batch)
             each.optim_step(1e-3)
-        for file in ("model.safetensors", OPTIMIZER_FILE):
+        for file in ("model.safetensors", "trainer/optimizer.safetensors"):
             ours, theirs = (load_file(tmp_path / f"{side}-{round}" / file) for side in ("ours", "theirs"))
             assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), (round, file)
 

@@ -12,7 +12,7 @@ import torch
 
 from headrace.errors import SyncError
 from headrace.launch.placement import Placement
-from headrace.launch.process import RoleFailed, RoleProcess, TrainerLost
+from headrace.launch.process import Place, RoleFailed, RoleProcess, TrainerLost
 from headrace.model import ShardedWeights, lay_out
 from headrace.model.weights import describe
 from headrace.observe import ProcessTimeline
@@ -58,7 +58,7 @@ class Group:
             placed = Placement(
                 host="h", address="a", device="cpu", receives_on="cpu", threads=1, run_folder="", log=log, shared_folder=""
             )
-            process = RoleProcess(f"trainer-{rank}", "trainer", handle=Handle(), placement=placed, index=rank)
+            process = RoleProcess(Place(f"trainer-{rank}", "trainer", rank), handle=Handle(), placement=placed)
             near = process.streams["control"] = Peer(await open_socket(ours))
             self.tasks += [asyncio.ensure_future(far.run()), asyncio.ensure_future(process.read(near))]
             self.ranks.append(process)

@@ -150,6 +150,6 @@ def test_what_muon_leaves_out_has_adamws_state() -> None:
     flat = optimizer(model, "muon")
     model.learn(0)
     flat.step(0.1)
-    kinds = {name: type(flat._homes[name]).__name__ for name in flat.names}
+    kinds = {name: type(flat.homes[name]).__name__ for name in flat.names}
     assert kinds == {**dict.fromkeys(("up", "gate", "down", "experts"), Muon.__name__), "embed": "AdamW", "norm": "AdamW"}
     assert {key.partition(".")[2] for key in flat.state() if key.startswith("up.")} == {"momentum_buffer", "step"}

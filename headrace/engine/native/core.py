@@ -13,25 +13,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
-from headrace.engine import stop_strings
 from headrace.engine.native.engine_memory import ADAPTER_PLACES
 from headrace.engine.native.kv_cache import CacheShape, PagedCache
 from headrace.engine.native.plain_runner import PlainRunner
-from headrace.engine.native.releasable_memory import ReleasableMemory, make_memory
 from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.step import Slots
+from headrace.engine.native.weights import EngineWeights
 from headrace.engine.protocol import EngineAsleep, Increment, InFlight, NotFinite, PromptTooLong
 from headrace.engine.request import HeldAdapter, SampledSince
 from headrace.engine.shaping import GrammarError
+from headrace.engine.stop_strings import ends_call
 from headrace.model import Arena, Head, ModelError, WeightError, adapter_of, find_readable_routers
 from headrace.records import FinishReason, unknown_routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from headrace.engine.native.cuda.runner import CudaRunner
@@ -86,12 +84,11 @@ class EngineCore:
         self.num_sampled = 0
         self.is_asleep = False
         self._decode = decode
-        self._weights: list[ReleasableMemory] = []  # the weights' memory on a GPU
-        self._sleeping_weights: Tensor | None = None  # the weights in host memory, while they sleep
         self._launched: deque[_LaunchedStep] = deque()
         device = next(model.parameters()).device
         has_kernels = kernels if kernels is not None else device.type == "cuda" and not exact
-        self.arena = self._adopt(device, room=self._room_for_adapter(adapter_places) if has_kernels else None)
+        self.weights = EngineWeights(model, room=self._room_for_adapter(adapter_places) if has_kernels else None)
+        self.arena = self.weights.arena
         self.adapter = adapter_of(model)
         self.received = self.arena if self.adapter is None else Arena.adopt(self.adapter)  # what updates replace
         self.head = Head(model, exact=exact)
@@ -136,14 +133,6 @@ class EngineCore:
 
         return room_for_adapter(self.model, places)
 
-    def _adopt(self, device: torch.device, *, room: dict[str, int] | None) -> Arena:
-        if device.type != "cuda":
-            return Arena.adopt(self.model, room=room)
-        arena = Arena.adopt(self.model, allocate=self._allocate, room=room)
-        torch.cuda.empty_cache()  # where the model was loaded to: free for the cache, and no part of the engine's peak
-        torch.cuda.reset_peak_memory_stats(device)
-        return arena
-
     def _make_twin(self) -> PreTrainedModel:
         from headrace.engine.native.cuda.compiled import make_twin
 
@@ -157,10 +146,6 @@ class EngineCore:
         if self.adapter is not None:
             bank = AdapterBank(self.adapter, self.received, slots=len(slots.length), places=adapter_places)
         return CudaRunner(self.model, twin, self.head, self.cache, slots, routers=self.routers, bank=bank)
-
-    def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        self._weights.append(make_memory(num_bytes, device))
-        return self._weights[-1].tensor
 
     # What it holds
 
@@ -184,9 +169,7 @@ class EngineCore:
     @property
     def mapped_bytes(self) -> int:
         """GPU memory that torch does not count: the weights' and the cache's, while awake."""
-        if self.arena.device.type != "cuda":
-            return 0
-        return self.cache.num_bytes + sum(memory.tensor.numel() for memory in self._weights)
+        return self.cache.num_bytes + self.weights.mapped_bytes if self.arena.device.type == "cuda" else 0
 
     @property
     def has_work(self) -> bool:
@@ -215,12 +198,12 @@ class EngineCore:
         else:
             self.scheduler.withdraw(request)
 
-    def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
-        """What these requests (default: all running) have sampled since their last report."""
+    def growth(self, requests: Iterable[Request] | None = None, *, least: float = 0.0) -> list[SampledSince]:
+        """What these requests (default: all running) have sampled since their last report, if more than this share of it."""
         grown = []
         for request in list(self.scheduler.running.values() if requests is None else requests):
             told = request.num_reported
-            if request.slot >= 0 and self._slots.length[request.slot] > len(request.rollout) + told:
+            if request.slot >= 0 and self._slots.length[request.slot] - len(request.rollout) - told > least * told:
                 new, lineage = self.scheduler.sampled_tokens(request, skip=told), self._lineage_of(request)
                 request.num_reported += len(new.token_ids)
                 tokens = (new.token_ids, new.logprobs, new.versions, new.masks)
@@ -274,34 +257,23 @@ class EngineCore:
         self.runner.suspend()
         self.cache.memory.release()
         self.is_asleep = True
-        if weights and self._weights:
-            self._sleeping_weights = self.arena.memory.cpu()
-            for memory in self._weights:
-                memory.release()
+        if weights:
+            self.weights.sleep()
 
     def wake(self) -> None:
         """Restore what `sleep` released."""
         if not self.is_asleep:
             return
-        if self._sleeping_weights is not None:
-            for memory in self._weights:
-                memory.restore()
-            self.arena.memory.copy_(self._sleeping_weights)
-            self._sleeping_weights = None
+        self.weights.wake()
         self.cache.memory.restore()
         self.runner.resume()
         self.is_asleep = False
 
     # Weights
 
-    @property
-    def has_sleeping_weights(self) -> bool:
-        """Whether the weights are in host memory, so that nothing can be computed."""
-        return self._sleeping_weights is not None
-
     def exchange_weights(self, spare: StagedWeights, *, keep: bool = False) -> Arena | None:
         """Swap in the received weights; the next step runs them. `keep`: returns those that ran before."""
-        if self.has_sleeping_weights:
+        if self.weights.are_asleep:
             raise WeightError("the engine's weights are asleep; wake it before it is given others")
         with self.runner.in_order():
             replaced = spare.exchange(keep=keep)
@@ -394,7 +366,7 @@ class EngineCore:
                 self._fail(request, error)
                 continue
             reason = FinishReason.LENGTH if is_full[index] else None
-            if is_stop[index] or (request.sampling.stop and self._ends_in_stop_string(request)):
+            if is_stop[index] or self._ends_in_stop_string(request):
                 reason = FinishReason.STOP
             if request.on_tokens is not None:
                 top = output.tops.get(int(rows[index]))
@@ -404,13 +376,9 @@ class EngineCore:
                 self._finish(request, reason)
 
     def _ends_in_stop_string(self, request: Request) -> bool:
-        assert self._decode is not None
-        length = int(self._slots.length[request.slot])
-        first = stop_strings.window(request.rollout, request.sampling, length)
-        if first is None:
-            return False
-        token_ids = self._slots.tokens[request.slot, first:length].tolist()
-        return stop_strings.completes(request.sampling.stop, token_ids, self._decode)
+        rollout, slot = request.rollout, request.slot
+        sampled = self._slots.tokens[slot, len(rollout) : self._slots.length[slot]]
+        return self._decode is not None and ends_call(rollout, request.sampling, sampled, self._decode)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         sampled = self.scheduler.sampled_tokens(request)

@@ -192,9 +192,9 @@ class NativeEngine:
 
         return await self.between_steps(act)
 
-    def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
-        """What these requests (default: all running) have sampled since their last report; called in `after_step`."""
-        return self.core.growth(requests)
+    def growth(self, requests: Iterable[Request] | None = None, *, least: float = 0.0) -> list[SampledSince]:
+        """Called in `after_step`."""
+        return self.core.growth(requests, least=least)
 
     async def in_flight(self) -> list[InFlight]:
         return await self.between_steps(self.core.in_flight)
@@ -211,7 +211,7 @@ class NativeEngine:
 
     def _score(self, rollouts: Sequence[Rollout], held: HeldAdapter | None = None) -> list[Array]:
         core = self.core
-        if core.has_sleeping_weights:
+        if core.weights.are_asleep:
             raise WeightError("the engine's weights are asleep; wake it before it scores")
         core.settle()
         device = next(core.model.parameters()).device

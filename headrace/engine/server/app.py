@@ -15,7 +15,7 @@ from headrace.engine.server.address import is_loopback
 from headrace.engine.server.body import ApiError, bad, check_token_ids, shown
 from headrace.engine.server.completion import Completion
 from headrace.engine.server.grammar import Grammars
-from headrace.engine.server.http import Events, bearer, error_response, explain, listening, read_body
+from headrace.engine.server.http import Events, bearer, listening, read_body, stream_events, tell_failures
 from headrace.engine.server.metrics import Metrics
 from headrace.engine.server.requests import MAX_CHOICES, CompletionRequest
 from headrace.errors import in_words
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
+    from aiohttp.typedefs import Handler
+
     from headrace.engine.protocol import EngineState, ServedEngine
     from headrace.engine.request import HeldAdapter
     from headrace.engine.server.text import ServedModel
-
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _SHUTDOWN_SECONDS = 5.0
 _CLIENT_LEFT = 499
@@ -88,7 +88,9 @@ class CompletionServer:
             web.post("/control/score", self._score),
             web.get("/control/state", self._control_state),
         ]
-        async with listening(listener, routes, around=self._around, shutdown_seconds=_SHUTDOWN_SECONDS):
+        async with listening(
+            listener, routes, around=[self._count, tell_failures, self._check], shutdown_seconds=_SHUTDOWN_SECONDS
+        ):
             watch = asyncio.create_task(self._watch())
             try:
                 yield
@@ -130,29 +132,23 @@ class CompletionServer:
             raise TimeoutError(f"no answer for {deadline:g} s") from error
 
     @web.middleware
-    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Around every request: checks its token, tells the client of a failure as OpenAI does, and counts it by its status."""
+    async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         started = time.perf_counter()
         resource = request.match_info.route.resource
         endpoint = "other" if resource is None else resource.canonical
         status = _CLIENT_LEFT  # unless there is an answer
         try:
-            self._check_access(request)
-            response: web.StreamResponse = await handler(request)
+            response = await handler(request)
             status = response.failed_with if isinstance(response, Events) else response.status
-            return response
-        except ConnectionError:
-            raise
-        except Exception as error:  # noqa: BLE001  (the client is told, the log has the traceback)
-            response = error_response(error)
-            status = response.status
             return response
         finally:
             self._metrics.requests[endpoint, status] += 1
             if endpoint.endswith("/completions"):
                 self._metrics.request.observe(time.perf_counter() - started)
 
-    def _check_access(self, request: web.Request) -> None:
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Whether its client may ask this."""
         host, is_control = request.headers.get("Host", ""), request.path.startswith("/control")
         if not self._api_token and not is_loopback(host, own=self._host):
             message = f"without an API token this server answers to localhost, not to {shown(host)!r}; set HEADRACE_API_TOKEN"
@@ -161,10 +157,10 @@ class CompletionServer:
         if is_control and not token:
             message = "control is closed: no control token is set; start the server with HEADRACE_CONTROL_TOKEN"
             raise ApiError(403, message, code="control_closed")
-        if not token or request.path == "/health":
-            return
-        if not hmac.compare_digest(bearer(request).encode(errors="surrogateescape"), token.encode()):
+        given = bearer(request).encode(errors="surrogateescape")
+        if token and request.path != "/health" and not hmac.compare_digest(given, token.encode()):
             raise ApiError(401, f"send the {what} token as `Authorization: Bearer …`", code="invalid_api_key")
+        return await handler(request)
 
     # What everyone may ask
 
@@ -184,7 +180,7 @@ class CompletionServer:
             try:
                 async with contextlib.aclosing(completion.choices(self._engine)) as choices:
                     if parsed.stream:
-                        return await self._stream(request, completion, choices)
+                        return await stream_events(request, self._events(completion, choices))
                     found = [choice async for choice in choices]
                     found.sort(key=lambda choice: choice["index"])
                     return web.json_response(completion.answer(found, is_last=True))
@@ -203,30 +199,18 @@ class CompletionServer:
         finally:
             self._num_choices -= num_choices
 
-    async def _stream(
-        self, request: web.Request, completion: Completion, choices: AsyncGenerator[dict[str, Any], None]
-    ) -> web.StreamResponse:
-        """Server-sent events. A failure before the first of them still gets its own status."""
+    async def _events(
+        self, completion: Completion, choices: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         started = time.perf_counter()
-        first = await anext(choices)
-        self._metrics.first_token.observe(time.perf_counter() - started)
-        response = Events()
-        await response.prepare(request)
-        try:
-            await response.send(completion.answer([first]))
-            async for choice in choices:
-                await response.send(completion.answer([choice]))
-            if completion.request.include_usage:
-                await response.send(completion.answer([], is_last=True))
-        except ConnectionError:
-            raise
-        except Exception as error:  # noqa: BLE001  (reported inside the stream: it is too late for a status)
-            told = explain(error)
-            response.failed_with = told.status
-            await response.send(told.body())
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
+        is_first = True
+        async for choice in choices:
+            if is_first:
+                self._metrics.first_token.observe(time.perf_counter() - started)
+            is_first = False
+            yield completion.answer([choice])
+        if completion.request.include_usage:
+            yield completion.answer([], is_last=True)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         """A list of the model and its adapters, or one of them by its name."""

@@ -68,6 +68,9 @@ class Body:
             raise bad(name, f"must be between {low} and {high}")
         return kind(value)
 
+    def has(self, name: str) -> bool:
+        return name in self._left
+
     def rest(self) -> dict[str, Any]:
         """All fields that are left, where any name will do."""
         taken, self._left = self._left, {}

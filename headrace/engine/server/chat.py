@@ -87,15 +87,13 @@ def _without(messages: Objects, tools: Objects) -> Iterator[tuple[str, str, Obje
     for them silently ignores: it renders the same text without them. The first of each kind stands for all."""
     if tools:
         yield "tools", "tools", messages, []
-    for index, message in enumerate(messages):
-        if "tool_calls" in message:
-            silent = {key: value for key, value in message.items() if key != "tool_calls"}
-            yield f"messages[{index}].tool_calls", "calls of tools", [*messages[:index], silent, *messages[index + 1 :]], tools
-            break
-    for index, message in enumerate(messages):
-        if message["role"] == "tool":
-            yield f"messages[{index}]", "answers of tools", [*messages[:index], *messages[index + 1 :]], tools
-            break
+    call = next((index for index, message in enumerate(messages) if "tool_calls" in message), None)
+    if call is not None:
+        silent = {key: value for key, value in messages[call].items() if key != "tool_calls"}
+        yield f"messages[{call}].tool_calls", "calls of tools", [*messages[:call], silent, *messages[call + 1 :]], tools
+    answer = next((index for index, message in enumerate(messages) if message["role"] == "tool"), None)
+    if answer is not None:
+        yield f"messages[{answer}]", "answers of tools", [*messages[:answer], *messages[answer + 1 :]], tools
 
 
 def _template_options(body: Body) -> dict[str, Any]:

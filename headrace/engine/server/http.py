@@ -16,9 +16,9 @@ from headrace.engine.shaping import GrammarError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
-    from aiohttp.typedefs import Middleware
+    from aiohttp.typedefs import Handler, Middleware
 
 MAX_BODY = 16 * 2**20
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}  # of errors, by status
@@ -33,10 +33,50 @@ class Events(web.StreamResponse):
     def __init__(self) -> None:
         super().__init__(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
-    async def send(self, event: dict[str, Any], *, name: str = "") -> None:
+    async def send(self, event: dict[str, Any]) -> None:
         """One event; those of OpenAI's responses have names."""
-        head = f"event: {name}\n" if name else ""
+        head = f"event: {event['type']}\n" if "type" in event else ""
         await self.write(f"{head}data: {json.dumps(event)}\n\n".encode())
+
+
+async def stream_events(
+    request: web.Request,
+    events: AsyncGenerator[dict[str, Any], None],
+    *,
+    failed: Callable[[ApiError], dict[str, Any]] = ApiError.body,
+    last: bytes = b"data: [DONE]\n\n",
+) -> Events:
+    """Answer with these events. A failure before the first of them gets a status of its own; a later one is told as the event
+    that `failed` makes of it."""
+    response = Events()
+    try:
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.send(event)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        if not response.prepared:
+            raise
+        told = explain(error)
+        response.failed_with = told.status
+        await response.send(failed(told))
+    await response.write(last)
+    await response.write_eof()
+    return response
+
+
+@web.middleware
+async def tell_failures(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Around a request: tells the client of a failure as OpenAI does; the log has the traceback of one that is ours."""
+    try:
+        return await handler(request)
+    except ConnectionError:
+        raise
+    except Exception as error:  # noqa: BLE001  (the client is told)
+        return error_response(error)
 
 
 @contextlib.asynccontextmanager
@@ -44,12 +84,13 @@ async def listening(
     listener: socket.socket,
     routes: Sequence[web.RouteDef],
     *,
-    around: Middleware,
+    around: Sequence[Middleware] = (tell_failures,),
     max_body: int = MAX_BODY,
     shutdown_seconds: float = 1.0,
 ) -> AsyncIterator[None]:
-    """Answer requests while the block runs; at its end, end open streams and free the port."""
-    app = web.Application(middlewares=[around], client_max_size=max_body)
+    """Answer requests while the block runs; at its end, end open streams and free the port. `around` each: the first is the
+    outermost."""
+    app = web.Application(middlewares=around, client_max_size=max_body)
     app.add_routes(routes)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_seconds)
     try:
@@ -70,7 +111,7 @@ class LoopServer:
         routes: Sequence[web.RouteDef],
         *,
         name: str,
-        around: Middleware,
+        around: Sequence[Middleware] = (tell_failures,),
         max_body: int = MAX_BODY,
     ) -> None:
         serving = self._serve(listening(listener, routes, around=around, max_body=max_body), name)

@@ -94,13 +94,11 @@ class CompletionRequest:
         if self.grammar is not None:
             self._check_grammar(self.grammar.param)
         self.stops = read_stops(body.take("stop"))
-        self.stream: bool = body.take("stream", bool, False)
-        options = body.take("stream_options")
-        if options is not None and not self.stream:
+        has_options = body.has("stream_options")
+        self.stream = body.take("stream", bool, False)
+        if has_options and not self.stream:
             raise bad("stream_options", "is only for stream = true")
-        stream_options = Body(check({} if options is None else options, dict, "stream_options"))
-        self.include_usage: bool = stream_options.take("include_usage", bool, False)
-        stream_options.end({"include_obfuscation": (...,)})
+        self.include_usage = read_stream_options(body)
         self.return_token_ids: bool = body.take("return_token_ids", bool, False)
         self.return_tokens_as_token_ids: bool = body.take("return_tokens_as_token_ids", bool, False)
         self.include_stop_str_in_output: bool = body.take("include_stop_str_in_output", bool, False)
@@ -214,6 +212,14 @@ def _shaping(body: Body, served: ServedModel, *, num_top: int) -> Shaping:
         presence_penalty=body.number("presence_penalty", 0.0, low=-2, high=2),
         top_logprobs=num_top,
     )
+
+
+def read_stream_options(body: Body) -> bool:
+    """Whether a stream's end tells the usage."""
+    options = Body(body.take("stream_options", dict, {}))
+    include_usage: bool = options.take("include_usage", bool, False)
+    options.end({"include_obfuscation": (...,)}, within="stream_options")
+    return include_usage
 
 
 def read_stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401

@@ -27,6 +27,7 @@ _SHORT = 60.0  # seconds for a quick call
 _UPDATE_SECONDS = 1800.0  # for a large model to load new weights
 _SCORE_SECONDS = 600.0
 _CONNECT_SECONDS = 60.0  # a server whose interpreter is busy accepts connections late
+_MISSED = 5  # failed health checks in a row after which a server counts as dead
 _RETRY_SECONDS = 0.1  # before the one retry of a GET that could not connect
 _LONGEST_LINE = 64 << 20  # bytes of a stream's event: those with the whole vocabulary's logprobs are long
 _MISSING = 1e-3  # the most probability that may lie outside a sampling mask before it counts as incomplete
@@ -86,6 +87,7 @@ class VllmApi:
 
     def __init__(self, url: str, *, token: str = "", log: str = "") -> None:
         self.url, self.log = url.rstrip("/"), log
+        self._num_missed = 0  # health checks that failed in a row
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"} if token else {},
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -100,9 +102,17 @@ class VllmApi:
     async def is_up(self) -> bool:
         try:
             async with self._call("GET", "/health", seconds=10):
-                return True
+                self._num_missed = 0
         except VllmError:
-            return False
+            self._num_missed += 1
+        return not self._num_missed
+
+    async def is_up_or_late(self) -> bool:
+        """Whether it is up; raises once so many checks in a row have failed that it counts as dead."""
+        is_up = await self.is_up()
+        if self._num_missed >= _MISSED:
+            raise self.gone("it does not answer")
+        return is_up
 
     async def about(self) -> ServerInfo:
         async with self._call("GET", "/version") as answer:
@@ -268,9 +278,16 @@ class VllmApi:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise VllmGone(f"{self._where(path)}: an answer that makes no sense: {error!r}") from error
 
+    def gone(self, told: str) -> VllmGone:
+        """The error that ends the engine."""
+        return VllmGone(f"vLLM at {self.url}: {told}{self._see_log}")
+
+    @property
+    def _see_log(self) -> str:
+        return f", log {self.log}" if self.log else ""
+
     def _where(self, path: str) -> str:
-        log = f", log {self.log}" if self.log else ""
-        return f"vLLM at {self.url}, call {path.partition('?')[0]}{log}"
+        return f"vLLM at {self.url}, call {path.partition('?')[0]}{self._see_log}"
 
     def _error(self, path: str, status: int, message: Any) -> VllmError:  # noqa: ANN401
         """From an error's body: plain text, or one of the shapes vLLM wraps it in."""

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.engine import stop_strings
 from headrace.engine.protocol import Increment, InFlight, NotFinite
 from headrace.engine.request import SampledSince, SampledTokens
-from headrace.engine.vllm.api import MaskIncomplete, VllmGone
+from headrace.engine.stop_strings import ends_call
+from headrace.engine.vllm.api import MaskIncomplete
 from headrace.records import FinishReason, SamplingMask, unknown_routing
 
 if TYPE_CHECKING:
@@ -167,7 +167,8 @@ class VllmCall:
                 self._masks.append(self._mask(piece, place))
             if self._entropies is not None and piece.entropies is not None:
                 self._entropies.append(piece.entropies[place])
-            if sampling.stop and self._completes_stop():
+            decode = self._engine.decode
+            if decode is not None and ends_call(self.request.rollout, sampling, self._token_ids, decode):
                 reason = FinishReason.STOP
                 break
         on_tokens, ended = self.request.on_tokens, None if reason is FinishReason.ABORT else reason
@@ -191,14 +192,6 @@ class VllmCall:
             return ~np.asarray(sorted(stop for stop in forbidden if stop < self._engine.vocabulary), np.int32)
         return _NOTHING
 
-    def _completes_stop(self) -> bool:
-        rollout, sampling, decode = self.request.rollout, self.request.sampling, self._engine.decode
-        first = stop_strings.window(rollout, sampling, len(rollout) + len(self._token_ids))
-        if first is None or decode is None:
-            return False
-        before = rollout.token_ids[first:].tolist()
-        return stop_strings.completes(sampling.stop, before + self._token_ids[max(0, first - len(rollout)) :], decode)
-
     def _stamp(self, spans: Sequence[tuple[str, int, int]], reason: FinishReason | None) -> None:
         """Set the versions that the server reports at the end of a stream, as `lineage:version`."""
         if spans and self._engine.names_versions and not self.adapter:
@@ -209,8 +202,7 @@ class VllmCall:
                     self._versions[start:stop] = [int(version)] * (stop - start)
             self._unsure_from = None
         if self._unsure_from is not None and reason is not FinishReason.ABORT:
-            api = self._engine.api
-            raise VllmGone(f"vLLM at {api.url} ended a call without naming the weights of it, log {api.log}")
+            raise self._engine.api.gone("it ended a call without naming the weights of it")
 
     def finish(self, reason: FinishReason) -> None:
         rollout = self._rollout(reason)
@@ -225,10 +217,11 @@ class VllmCall:
 
     # What it has sampled
 
-    def growth(self) -> SampledSince | None:
-        """What came since the last call, up to the first token of unknown version."""
+    def growth(self, *, least: float) -> SampledSince | None:
+        """What came since the last call, up to the first token of unknown version; None unless it is more than this share of
+        what came before."""
         new = slice(self._num_reported, self.num_known)
-        if new.start == new.stop:
+        if new.stop - new.start <= least * new.start:
             return None
         self._num_reported = new.stop
         token_ids, logprobs, versions, masks, entropies = self._sampled(new)

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 _END_SECONDS = 1.0  # for aborted calls to report their end; then their streams are closed
 _HEALTH_SECONDS = 2.0  # between two health checks
-_MISSED = 5  # failed health checks in a row after which the server counts as dead
 
 
 class Unsupported(RuntimeError):
@@ -152,9 +151,9 @@ class VllmEngine:
             if request in self._running:
                 self._running[request].end()
 
-    def growth(self, requests: Iterable[Request] | None = None) -> list[SampledSince]:
+    def growth(self, requests: Iterable[Request] | None = None, *, least: float = 0.0) -> list[SampledSince]:
         calls = self._running.values() if requests is None else [self._running[r] for r in requests if r in self._running]
-        return [grown for call in calls if (grown := call.growth()) is not None]
+        return [grown for call in calls if (grown := call.growth(least=least)) is not None]
 
     def heard(self, num_tokens: int) -> None:
         """A call got a piece with so many tokens."""
@@ -187,7 +186,7 @@ class VllmEngine:
         except VllmError as error:
             self._die(error)
         except Exception as error:  # noqa: BLE001  (whatever it is, callers must not wait forever)
-            self._die(VllmGone(f"vLLM at {self.api.url}: its answer could not be read: {error!r}, log {self.api.log}"))
+            self._die(self.api.gone(f"its answer could not be read: {error!r}"))
         finally:
             if self._running.get(request) is call:
                 del self._running[request]
@@ -287,15 +286,13 @@ class VllmEngine:
     async def _settle(self) -> None:
         """Wait until all sampled tokens have arrived. A paused server sends nothing new, and what it sent before arrives before
         the answer to a later health check or shortly after: so wait for two answers with no token between them."""
-        quiet = missed = 0
+        quiet = 0
         while quiet < 2 and self._running:
             before = self._num_sampled
-            missed = 0 if await self.api.is_up() else missed + 1
-            if missed >= _MISSED:
-                raise VllmGone(f"vLLM at {self.api.url} does not answer while it is paused, log {self.api.log}")
+            is_up = await self.api.is_up_or_late()
             self._raise_if_dead()
             await asyncio.sleep(0.002)
-            quiet = quiet + 1 if self._num_sampled == before and not missed else 0
+            quiet = quiet + 1 if self._num_sampled == before and is_up else 0
 
     async def _resume(self) -> None:
         await self.api.resume()
@@ -317,7 +314,7 @@ class VllmEngine:
                     f"'drain'"
                 )
             if self._has_bad_cache:
-                self._die(VllmGone(f"vLLM at {self.api.url}: its KV cache holds NaN; it must be restarted"))
+                self._die(self.api.gone("its KV cache holds NaN; it must be restarted"))
             self._raise_if_dead()
             with self._timeline.beside(f"receive {update.version}"):
                 await run_to_the_end(asyncio.to_thread(self._receive, update), on_cancel=self._staged.give_up)
@@ -377,15 +374,15 @@ class VllmEngine:
         self._watching = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
-        missed = 0
         while not self.died.done():
             await asyncio.sleep(_HEALTH_SECONDS)
-            if self._running and not self._is_paused and time.monotonic() - self._heard_at > self._patience:
-                told = f"{len(self._running)} rollouts are in flight and none has grown for {self._patience:g} s"
-                self._die(VllmGone(f"vLLM at {self.api.url}: {told} (engine.vllm.answer_seconds), log {self.api.log}"))
-            missed = 0 if await self.api.is_up() else missed + 1
-            if missed >= _MISSED:
-                self._die(VllmGone(f"vLLM at {self.api.url} does not answer, log {self.api.log}"))
+            try:
+                if self._running and not self._is_paused and time.monotonic() - self._heard_at > self._patience:
+                    told = f"{len(self._running)} rollouts are in flight and none has grown for {self._patience:g} s"
+                    raise self.api.gone(f"{told} (engine.vllm.answer_seconds)")
+                await self.api.is_up_or_late()
+            except VllmGone as error:
+                self._die(error)
 
     def _die(self, error: Exception) -> None:
         """Fail all calls in flight; the pool continues them on other engines from the tokens it knows."""

@@ -1,6 +1,7 @@
 """`engine.kind = "vllm"`: a stock vLLM server over HTTP, for models past one GPU. Which GPUs it has, and how weights get there.
 
-The trainer's ranks have the first GPUs, the servers those that follow. `device` is what the run computes on: "cpu" or "cuda".
+The trainer's ranks have the first GPUs, the servers those that follow. On a host that joins, servers have all of them and read
+files. `device` is what the run computes on: "cpu" or "cuda".
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.sync import WeightSync
 
 _SHARED_GPU = 0.4  # share of a GPU for all vLLM servers beside the trainer; vLLM's default would take nearly all
-_WHOLE_GPU = 0.92  # vLLM's own default
+WHOLE_GPU = 0.92  # vLLM's own default
 _CONTEXT_BYTES = 1 << 30  # what a process takes on a GPU before it holds anything, and a margin
 CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_CACHE_GIGABYTES = "2"
@@ -39,8 +40,13 @@ class VllmKind(EngineKind):
     def num_engines(self, settings: EngineSettings) -> int:
         return len(settings.vllm.urls) or settings.count
 
+    def gpus_for_itself(self, recipe: Recipe) -> int:
+        return 0 if recipe.device == "cpu" else recipe.engine.vllm.gpus_per_server
+
     def check(self, recipe: Recipe) -> None:
         settings = recipe.engine.vllm
+        if settings.urls and recipe.cluster.listen:
+            raise ConfigError("engine.vllm.urls: hosts that join start servers of their own (cluster.listen); leave it out")
         for section, sampling in (("sampling", recipe.sampling), ("evaluate.sampling", recipe.evaluate.sampling)):
             if not 0.01 <= sampling.temperature <= 2:
                 given = f"{section}.temperature = {sampling.temperature}"
@@ -80,6 +86,8 @@ class VllmKind(EngineKind):
     def check_machine(self, recipe: Recipe, *, device: str) -> None:
         from headrace.engine.vllm.server import choose_python, find_vllm
 
+        if recipe.is_on_ray:  # no server is on this machine
+            return
         cpu_cache_gigabytes()
         choose_handover(recipe, device=device)
         if device == "cuda" and not recipe.engine.vllm.urls:
@@ -103,6 +111,11 @@ class VllmKind(EngineKind):
         if recipe.engine.vllm.urls or num_gpus() < 2:
             return engine
         return f"cuda:{gpus_of(recipe, index, count=num_gpus())[0]}"
+
+    def versions_in_folder(self, recipe: Recipe, *, device: str) -> int:
+        """An engine that is late has the one before; adapters are small."""
+        has_file = not recipe.lora.is_on and choose_handover(recipe, device=device) == "folder"
+        return min(2, self.num_engines(recipe.engine)) if has_file else 0
 
     def predict_memory(
         self, recipe: Recipe, shape: ModelShape, *, context: int, free: int, most_blocks: int, on_gpu: bool, total: int
@@ -137,7 +150,7 @@ class VllmKind(EngineKind):
 def choose_handover(recipe: Recipe, *, device: str) -> str:
     """`engine.vllm.handover`, with `auto` resolved."""
     settings = recipe.engine.vllm
-    wanted = settings.handover
+    wanted = "folder" if recipe.is_on_ray else settings.handover
     if wanted == "folder" or (wanted == "auto" and (device != "cuda" or settings.urls or recipe.lora.is_on)):
         return "folder"
     setting = f"engine.vllm.handover = '{wanted}'"
@@ -149,12 +162,12 @@ def choose_handover(recipe: Recipe, *, device: str) -> str:
         return wanted
     gpus = gpus_of(recipe, 0, count=num_gpus())
     if wanted == "auto":
-        is_alone = recipe.engine.count == recipe.train.parallel.ranks == 1  # otherwise one file is less than copies on GPU 0
+        is_alone = recipe.engine.count == _ranks_here(recipe) == 1  # otherwise one file is less than copies on GPU 0
         return "ipc" if len(gpus) == 1 else "nccl" if is_alone else "folder"
     if wanted == "ipc" and len(gpus) > 1:
         raise ConfigError(f"{setting}: a server of {len(gpus)} GPUs cannot open the memory of one; set it to 'nccl'")
-    if wanted == "nccl" and gpus[0] < recipe.train.parallel.ranks:
-        raise ConfigError(f"{setting}: NCCL wants a GPU for each end, and the server has the trainer's; set it to 'ipc'")
+    if wanted == "nccl" and gpus[0] < max(_ranks_here(recipe), 1):
+        raise ConfigError(f"{setting}: NCCL wants a GPU for each end, and the server has the first; leave it auto")
     return wanted
 
 
@@ -175,7 +188,7 @@ def num_gpus() -> int:
 def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
     """The numbers of a server's GPUs, as many as its parallelism needs, after those of the trainer's ranks. If none is left,
     servers of one GPU share theirs."""
-    each, num_servers, ranks = recipe.engine.vllm.gpus_per_server, recipe.engine.count, recipe.train.parallel.ranks
+    each, num_servers, ranks = recipe.engine.vllm.gpus_per_server, recipe.engine.count, _ranks_here(recipe)
     free = count - ranks
     if each == 1 and free < 1:
         return [index % max(count, 1)]
@@ -187,21 +200,29 @@ def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
     return [ranks + (index * each + offset) % free for offset in range(each)]
 
 
-def visible_to(recipe: Recipe, index: int) -> str:
+def _ranks_here(recipe: Recipe) -> int:
+    return 0 if recipe.trainer_joins else recipe.train.parallel.ranks
+
+
+def visible_to(recipe: Recipe, place: EnginePlace) -> str:
     """A server's CUDA_VISIBLE_DEVICES: its GPUs, translated through this process's own variable."""
     seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    gpus = gpus_of(recipe, index, count=num_gpus())
+    first = int(place.device.partition(":")[2] or 0)
+    far = list(range(first, first + recipe.engine.vllm.gpus_per_server))
+    gpus = far if place.is_far else gpus_of(recipe, place.index, count=num_gpus())
     return ",".join(seen[number] if seen else str(number) for number in gpus)
 
 
 def gpu_share(recipe: Recipe, index: int, *, held: int, total: int) -> float:
-    """A vLLM server's share of GPU memory; `held` is how many bytes its engine's process holds there."""
+    """A vLLM server's share of GPU memory on this host; `held` is how many bytes its engine's process holds there."""
+    if recipe.is_on_ray:
+        return WHOLE_GPU
     firsts = [gpus_of(recipe, each, count=num_gpus())[0] for each in range(recipe.engine.count)]
     num_servers = firsts.count(firsts[index])
-    if firsts[index] < recipe.train.parallel.ranks:  # the trainer's too
+    if firsts[index] < _ranks_here(recipe):  # the trainer's too
         return round(_SHARED_GPU / num_servers, 3)
     beside = held + _CONTEXT_BYTES if choose_handover(recipe, device="cuda") == "ipc" else 0
-    return round(max(_WHOLE_GPU / num_servers - beside / total, 0.0), 3)
+    return round(max(WHOLE_GPU / num_servers - beside / total, 0.0), 3)
 
 
 def cpu_cache_gigabytes() -> int:

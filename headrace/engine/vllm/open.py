@@ -20,6 +20,7 @@ from headrace.engine.vllm.engine import VllmEngine
 from headrace.engine.vllm.handover import AdapterHandover, FolderHandover, IpcHandover
 from headrace.engine.vllm.kind import (
     CPU_CACHE_VARIABLE,
+    WHOLE_GPU,
     choose_handover,
     cpu_cache_gigabytes,
     gpu_share,
@@ -69,7 +70,7 @@ async def open_engine(
     context, vocabulary = context_limit(model, recipe.model.context), Head(model).vocabulary
     routers = check_model(recipe, model, vocabulary=vocabulary)
     stop_ids = stop_tokens(model.generation_config, tokenizer)
-    way = choose_handover(recipe, device=place.device.partition(":")[0])
+    way = "folder" if place.is_far else choose_handover(recipe, device=place.device.partition(":")[0])
     async with contextlib.AsyncExitStack() as on_failure:
         server = None
         if settings.urls:
@@ -135,8 +136,8 @@ async def _start(recipe: Recipe, model_path: str, model: PreTrainedModel, place:
     else:
         held = 2 * sum(tensor.nbytes for _, tensor in named_tensors(model))
         total = torch.cuda.get_device_properties(torch.device(place.device)).total_memory
-        share = gpu_share(recipe, place.index, held=held, total=total)
-        environment = {"CUDA_VISIBLE_DEVICES": visible_to(recipe, place.index)}
+        share = WHOLE_GPU if place.is_far else gpu_share(recipe, place.index, held=held, total=total)
+        environment = {"CUDA_VISIBLE_DEVICES": visible_to(recipe, place)}
         if handover == "ipc":  # handles are pickled; only a holder of the server's token can send it any
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     arguments = server_arguments(

@@ -38,6 +38,8 @@ class VllmServer:
     process: subprocess.Popen[bytes]
     api: VllmApi
     token: str
+    log_start: int = 0
+    """Where its lines begin in the log, which may have those of an earlier server."""
 
     async def close(self) -> None:
         """End it and everything it started."""
@@ -57,67 +59,50 @@ async def start(
 ) -> VllmServer:
     """Run `vllm serve` on loopback, with a token and a temporary folder, PREFIX-…, of its own; returns once it answers.
     `python` has vLLM."""
+    package = await asyncio.to_thread(find_vllm, python)
+    serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", *_opening(package), *arguments]
+    variables = {**_inherited(python), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **(environment or {})}
     for attempts_left in reversed(range(_ATTEMPTS)):
+        server = _launch(serve, variables, log=log, prefix=prefix)
         try:
-            return await _start(
-                model, arguments, python=python, log=log, seconds=seconds, environment=environment or {}, prefix=prefix
-            )
-        except VllmError as error:
-            if not attempts_left or not _PORT_TAKEN.search(str(error)):
+            await _until_up(server, seconds)
+            return server
+        except BaseException as error:
+            await server.close()
+            if not attempts_left or not isinstance(error, VllmError) or not _PORT_TAKEN.search(str(error)):
                 raise
     raise AssertionError
 
 
-async def _start(
-    model: str,
-    arguments: Sequence[str],
-    *,
-    python: str,
-    log: Path,
-    seconds: float,
-    environment: Mapping[str, str],
-    prefix: str,
-) -> VllmServer:
-    package = await asyncio.to_thread(find_vllm, python)
+def _launch(serve: list[str], variables: Mapping[str, str], *, log: Path, prefix: str) -> VllmServer:
     token = secrets.token_urlsafe(32)
     folder = str(socket_place() / f"{prefix}-{secrets.token_hex(3)}")  # for sockets and other files, which vLLM leaves behind
-    variables = {
-        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",  # outlives the server
-        **_inherited(python),
-        "TMPDIR": folder,
-        "VLLM_RPC_BASE_PATH": folder,
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_API_KEY": token,
-        **environment,
-    }
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"  # outlives the server
+    own = {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder, "VLLM_API_KEY": token}
+    log.parent.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    keeper = [sys.executable, str(Path(__file__).with_name("server_keeper.py")), folder]
-    serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", port]
-    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        log_start = output.tell()  # there may be lines of an earlier server
-        process = subprocess.Popen(  # noqa: ASYNC220  (it takes no time)
-            [*keeper, *serve, *_opening(package), *arguments],
+        log_start = output.tell()
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("server_keeper.py")), folder, *serve, "--port", port],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=variables,
+            env={"TORCHINDUCTOR_CACHE_DIR": compiled, **variables, **own},
         )
-    server = VllmServer(process, VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log)), token)
-    until = time.monotonic() + seconds
-    try:
-        while not await server.api.is_up():
-            if process.poll() is not None:
-                raise VllmError(f"vLLM did not start: {_reason_in(log, log_start)} (log {log})")
-            if time.monotonic() > until:
-                raise VllmError(f"vLLM did not come up within {seconds:g} s (engine.vllm.start_seconds), log {log}")
-            await asyncio.sleep(_POLL)
-    except BaseException:
-        await server.close()
-        raise
-    return server
+    api = VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log))
+    return VllmServer(process, api, token, log_start)
+
+
+async def _until_up(server: VllmServer, seconds: float) -> None:
+    until, log = time.monotonic() + seconds, server.api.log
+    while not await server.api.is_up():
+        if server.process.poll() is not None:
+            raise VllmError(f"vLLM did not start: {_reason_in(Path(log), server.log_start)} (log {log})")
+        if time.monotonic() > until:
+            raise VllmError(f"vLLM did not come up within {seconds:g} s (engine.vllm.start_seconds), log {log}")
+        await asyncio.sleep(_POLL)
 
 
 def find_vllm(python: str) -> Path:

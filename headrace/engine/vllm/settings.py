@@ -67,7 +67,8 @@ class VllmSettings:
     handover: Literal["auto", "folder", "ipc", "nccl"] = field(default="auto", metadata=OPERATIONAL)
     """How new weights get into a server. `folder`: it reads files in sync.folder. `ipc`: it opens GPU memory of the engine's
     process, on the same GPU. `nccl`: they are broadcast from the trainer's GPU to its own. auto is folder for `urls` and on the
-    CPU, ipc for servers of one GPU, nccl for one server of more beside one trainer rank, otherwise folder."""
+    CPU, ipc for servers of one GPU, nccl for one server of more beside one trainer rank, otherwise folder. Servers on hosts
+    that join read files."""
     start_seconds: float = field(default=300.0, metadata=OPERATIONAL)
     """How long a server may take to come up."""
     answer_seconds: float = field(default=120.0, metadata=OPERATIONAL)

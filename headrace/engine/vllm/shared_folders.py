@@ -1,25 +1,22 @@
 """Folders that several processes of a host write once and read together: the weights for the servers of all engines.
 
-A process locks (flock) the folders it uses; the system releases the locks when it ends, however it ends. A folder that can be
-locked exclusively is used by nobody.
+Each locks those it uses, and the last to leave one removes it (`leftovers.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
-import secrets
-import shutil
 from typing import IO, TYPE_CHECKING
 
 from headrace.errors import SyncError
+from headrace.leftovers import remove_unused, use_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-_USED, _WRITING, _WRITTEN = ".used.lock", ".writing.lock", ".written"
+_WRITING, _WRITTEN = ".writing.lock", ".written"
 
 
 class SharedFolders:
@@ -34,15 +31,14 @@ class SharedFolders:
         process that took it has dropped it or ended."""
         path = self._folder / name
         while name not in self._used:
-            with contextlib.suppress(FileNotFoundError):  # another process removes it just now
+            try:
                 for each in (self._folder, path):
                     each.mkdir(mode=0o700, exist_ok=True)
-                lock = _lock(path / _USED, fcntl.LOCK_SH)
-                if os.fstat(lock.fileno()).st_nlink:
-                    self._used[name] = lock
-                else:
-                    lock.close()
-        with _lock(path / _WRITING, fcntl.LOCK_EX):  # a process that hangs while it writes is killed after `heartbeat`
+                self._used[name] = use_folder(path)
+            except (FileNotFoundError, FileExistsError) as error:  # another process removes it just now
+                if not self._folder.parent.is_dir():
+                    raise SyncError(f"sync.folder = {str(self._folder.parent)!r}: it is gone") from error
+        with _lock(path / _WRITING):  # a process that hangs while it writes is killed after `heartbeat`
             if not (path / _WRITTEN).exists():
                 write(path)
                 (path / _WRITTEN).touch()
@@ -54,19 +50,16 @@ class SharedFolders:
             self._used.pop(other).close()
         for path in self._folder.glob("*"):
             if path.name not in self._used:
-                with contextlib.suppress(OSError), (path / _USED).open("a") as lock:  # used, or removed by another process
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    gone = path.rename(path.with_name(f".{secrets.token_hex(4)}"))  # whoever takes it now makes another
-                    shutil.rmtree(gone, ignore_errors=True)
+                remove_unused(path)
         if not self._used:
             with contextlib.suppress(OSError):  # others are in use
                 self._folder.rmdir()
 
 
-def _lock(path: Path, kind: int) -> IO[str]:
+def _lock(path: Path) -> IO[str]:
     file = path.open("a")
     try:
-        fcntl.flock(file, kind)
+        fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         file.close()
         told = "cannot be locked, as engines do that share the weights for their servers; name another"

@@ -222,7 +222,6 @@ class Push:
             raise SyncError(f"{key}: {self._late()} for {waited:.1f} s ({self._standing()})")
 
     def _standing(self) -> str:
-        """Describe the progress, for error messages."""
         if len(self._visits) < len(self._receivers):
             return f"{len(self._visits)} of {len(self._receivers)} receivers are here"
         parts = (f"{name} {self._visits[name].num_written}" for name in self._receivers)

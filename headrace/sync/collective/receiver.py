@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,15 +11,10 @@ from headrace.errors import SyncError
 from headrace.sync.collective.channel import call
 from headrace.sync.collective.group import Group
 from headrace.sync.sockets import TICK
-from headrace.sync.transport import read_place
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
-
-    import torch
-
-    from headrace.records import Plain
     from headrace.sync.collective.channel import Message
+    from headrace.sync.collective.transport import CollectiveTransport
     from headrace.sync.transport import Target
 
 _GRACE_SECONDS = 0.5  # time past the deadline for the sender to say who is late: only the sender knows
@@ -39,66 +33,27 @@ class Place:
     backend: str
 
 
-class Receiver:
-    """Keeps its groups between fetches: one with each sender."""
+class Fetch:
+    """One fetch has one connection to the sender. It reports as it goes, and is told which group to join: `end` keeps it."""
 
-    def __init__(self, *, token: str, device: torch.device, deadline: float) -> None:
-        self.token, self.device, self.deadline = token, device, deadline
-        self.groups: dict[tuple[str, int], Group] = {}  # by the sender's address
-        self.is_closed = False
-        self._fetching = threading.Lock()  # one fetch at a time
-
-    def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
-        there = read_place(Place, place)
-        if there.bytes < 0 or there.bucket < 1:
-            raise SyncError(f"{there.key}: {there.bytes} bytes in buckets of {there.bucket} make no sense")
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        if there.backend != backend:
-            raise SyncError(f"{there.key}: sent over {there.backend}, but {receiver!r} receives on {self.device} ({backend})")
-        if there.bytes != target.num_bytes:
-            raise SyncError(f"{there.key}: {there.bytes} bytes were posted, {receiver!r} has room for {target.num_bytes}")
-        while not self._fetching.acquire(timeout=TICK):
-            target.check()
-        try:
-            _Fetch(self, there, target, receiver).run()
-        except BaseException as error:
-            self.drop_group((there.host, there.port), str(error))
-            raise
-        finally:
-            self._fetching.release()
-
-    def keep_only(self, senders: Container[object]) -> None:
-        """Leave the groups with other senders: they are gone."""
-        with self._fetching:
-            for sender in [each for each in self.groups if each not in senders]:
-                self.drop_group(sender, "another sender took its place")
-
-    def drop_group(self, sender: tuple[str, int], reason: str) -> None:
-        group = self.groups.pop(sender, None)
-        if group is not None:
-            group.abort(reason)
-
-    def close(self) -> None:
-        self.is_closed = True
-        with self._fetching:  # a running fetch fails at its next check
-            for sender in list(self.groups):
-                self.drop_group(sender, "the receiver closed")
-
-
-class _Fetch:
-    """One fetch has one connection to the sender. It reports as it goes, and is told which group to join."""
-
-    def __init__(self, end: Receiver, place: Place, target: Target, receiver: str) -> None:
+    def __init__(self, end: CollectiveTransport, place: Place, target: Target, receiver: str) -> None:
+        backend = "nccl" if end.device.type == "cuda" else "gloo"
+        if place.bytes < 0 or place.bucket < 1:
+            raise SyncError(f"{place.key}: {place.bytes} bytes in buckets of {place.bucket} make no sense")
+        if place.backend != backend:
+            raise SyncError(f"{place.key}: sent over {place.backend}, but {receiver!r} receives on {end.device} ({backend})")
+        if place.bytes != target.num_bytes:
+            raise SyncError(f"{place.key}: {place.bytes} bytes were posted, {receiver!r} has room for {target.num_bytes}")
         self._end, self._place, self._target, self._receiver = end, place, target, receiver
-        self._sender = place.host, place.port
+        self.sender = place.host, place.port
         self._sizes = [min(place.bucket, place.bytes - start) for start in range(0, place.bytes, place.bucket)]
         self._num_written = 0
         self._is_done = self._is_confirmed = False
         self._reported_at = 0.0
-        self._moved_at = time.monotonic()
         self._group: Group | None = None  # that the sender has invited this receiver to
 
     def run(self) -> None:
+        self._moved_at = time.monotonic()
         self._check()
         place, end = self._place, self._end
         channel = call(place.host, place.port, token=end.token, deadline=end.deadline, check=self._check)
@@ -127,15 +82,15 @@ class _Fetch:
     def _join(self, id: str, rank: int, size: int) -> Group:
         end, kept = self._end, self._kept
         if kept is None or kept.id != id:
-            end.drop_group(self._sender, "the receivers have changed")
+            end.drop_group(self.sender, "the receivers have changed")
             host = self._channel.local_host
             kept = Group(id, rank=rank, size=size, device=end.device, host=host, deadline=end.deadline, share=self._share)
-            end.groups[self._sender] = kept
+            end.groups[self.sender] = kept
         return kept
 
     @property
     def _kept(self) -> Group | None:
-        return self._end.groups.get(self._sender)
+        return self._end.groups.get(self.sender)
 
     def _share(self, key: str, value: bytes) -> None:
         with contextlib.suppress(OSError):  # `_exchange` notices it too

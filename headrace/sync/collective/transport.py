@@ -29,7 +29,7 @@ from headrace.errors import SyncError
 from headrace.sync.collective.channel import accept
 from headrace.sync.memory import Spare, TorchBuffer
 from headrace.sync.sockets import TICK, Server
-from headrace.sync.transport import Transport
+from headrace.sync.transport import Transport, read_place
 
 if TYPE_CHECKING:
     import socket
@@ -68,12 +68,10 @@ class CollectiveTransport(Transport):
         """`host` is the address at which receivers reach the sender; the sender's `bucket` (bytes) applies to both ends."""
         import torch
 
-        from headrace.sync.collective.receiver import Receiver
-
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        self._token, self._device, self._host, self._deadline = token, device, host, deadline
+        self.token, self.device, self.deadline, self._host = token, device, deadline, host
         self._bucket = bucket or (GPU_BUCKET if device.type == "cuda" else CPU_BUCKET)
         self._outgoing: dict[str, Outgoing] = {}
         self._lock = threading.Lock()  # of the line above
@@ -82,8 +80,9 @@ class CollectiveTransport(Transport):
         self._attempts = itertools.count(1)
         self._group: Group | None = None  # of the last push
         self._server: Server | None = None
-        self._is_closed = False
-        self._receiver = Receiver(token=token, device=device, deadline=deadline)
+        self.groups: dict[tuple[str, int], Group] = {}  # at a receiver, by the sender's address: kept between fetches
+        self._fetching = threading.Lock()  # one fetch at a time
+        self.is_closed = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)  # while ending backend threads may still need the interpreter
 
@@ -92,16 +91,36 @@ class CollectiveTransport(Transport):
         return cls(token=config.token, device=device, host=config.host, deadline=config.deadline)
 
     def prepare(self, places: Sequence[Mapping[str, Plain]]) -> None:
-        self._receiver.keep_only({(place.get("host"), place.get("port")) for place in places})
+        """Leave the groups with other senders: they are gone."""
+        senders = {(place.get("host"), place.get("port")) for place in places}
+        with self._fetching:
+            for sender in self.groups.keys() - senders:
+                self.drop_group(sender, "another sender took its place")
 
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
-        self._receiver.fetch(place, target, receiver=receiver)
+        from headrace.sync.collective.receiver import Fetch, Place
+
+        fetch = Fetch(self, read_place(Place, place), target, receiver)
+        while not self._fetching.acquire(timeout=TICK):
+            target.check()
+        try:
+            fetch.run()
+        except BaseException as error:
+            self.drop_group(fetch.sender, str(error))
+            raise
+        finally:
+            self._fetching.release()
+
+    def drop_group(self, sender: tuple[str, int], reason: str) -> None:
+        group = self.groups.pop(sender, None)
+        if group is not None:
+            group.abort(reason)
 
     def allocate(self, key: str, num_bytes: int) -> Tensor:
         from headrace.sync.collective.push import Outgoing
 
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise SyncError("the transport is closed")
             if key in self._outgoing:
                 raise SyncError(f"{key}: it is on offer already; free it first")
@@ -114,8 +133,8 @@ class CollectiveTransport(Transport):
 
         outgoing = self._find(key)
         outgoing.attempt = next(self._attempts)
-        if self._device.type == "cuda":
-            outgoing.written = torch.cuda.current_stream(self._device).record_event()
+        if self.device.type == "cuda":
+            outgoing.written = torch.cuda.current_stream(self.device).record_event()
         if self._server is None:
             self._server = Server(self._host, serve=self._serve, name="headrace-collective")
         return {
@@ -125,7 +144,7 @@ class CollectiveTransport(Transport):
             "host": self._host,
             "port": self._server.port,
             "attempt": outgoing.attempt,
-            "backend": "nccl" if self._device.type == "cuda" else "gloo",
+            "backend": "nccl" if self.device.type == "cuda" else "gloo",
         }
 
     def push(self, key: str, receivers: Sequence[str]) -> None:
@@ -144,8 +163,8 @@ class CollectiveTransport(Transport):
         try:
             outgoing.is_read = True
             last, self._group = self._group, None
-            push = Push(outgoing, receivers, bucket=self._bucket, deadline=self._deadline)
-            self._group = push.run(last, device=self._device, host=self._host)
+            push = Push(outgoing, receivers, bucket=self._bucket, deadline=self.deadline)
+            self._group = push.run(last, device=self.device, host=self._host)
             outgoing.is_read = False
         finally:
             self._pushing.release()
@@ -155,13 +174,13 @@ class CollectiveTransport(Transport):
             outgoing = self._outgoing.pop(key, None)
         if outgoing is not None:
             outgoing.end("it was given up")
-            if self._device.type == "cpu" and not outgoing.is_read:
+            if self.device.type == "cpu" and not outgoing.is_read:
                 self._spare.give(outgoing.buffer)
 
     def close(self) -> None:
         atexit.unregister(self._at_exit)
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             ended, self._outgoing = self._outgoing, {}
         for outgoing in ended.values():
             outgoing.end("the sender closed")
@@ -172,7 +191,9 @@ class CollectiveTransport(Transport):
         self._spare.clear()
         if self._server is not None:
             self._server.close()
-        self._receiver.close()
+        with self._fetching:  # a running fetch fails at its next check
+            for sender in list(self.groups):
+                self.drop_group(sender, "the receiver closed")
 
     def _find(self, key: str) -> Outgoing:
         if key not in self._outgoing:
@@ -183,7 +204,7 @@ class CollectiveTransport(Transport):
         """Authenticate a receiver, and let it wait for the push of the buffer that it wants."""
         from headrace.sync.collective.push import Visit
 
-        channel = accept(connection, token=self._token, is_closed=is_closed)
+        channel = accept(connection, token=self.token, is_closed=is_closed)
         if channel is None:
             return
         report = None

@@ -76,7 +76,6 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 
 
 def _cut(flat: Tensor) -> tuple[Tensor, ...]:
-    """The bits of weights, in chunks."""
     bits: Tensor = flat.detach().view(_BITS[flat.dtype])
     return tuple(bits[start : start + CHUNK] for start in range(0, max(1, len(bits)), CHUNK))
 

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import SyncError
-from headrace.model import allocate_bytes
+from headrace.model import ByteTarget, allocate_bytes
 from headrace.sync.delta.codec import CHUNK, DTYPES, apply, encode
 from headrace.sync.full import FullPayload
-from headrace.sync.ranges import RangesTarget
+from headrace.sync.ranges import RangesTarget, target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from headrace.model import Arena, StagingBuffer
@@ -84,37 +82,24 @@ class DeltaPayload(FullPayload):
     def receive(update: WeightUpdate, incoming: StagingBuffer, fetch: Fetch) -> None:
         if update.base_version is None or not update.parts:
             raise SyncError("a difference has a base version, and parts")
-        targets = [RangesTarget(each.ranges, update.manifest, incoming) if each.ranges else incoming for each in update.parts]
+        targets = [target_of(part, update, incoming) for part in update.parts]
         for part, target in zip(update.parts, targets, strict=True):
             most = target.num_bytes + (_header_bytes(target.num_bytes) if part.ranges else 0)
             if part.num_bytes > most:
                 raise SyncError(f"{part.num_bytes} bytes are no difference of {target.num_bytes}")
         flats = incoming.take_running()
         for part, target in zip(update.parts, targets, strict=True):
-            blob = _Blob(part.num_bytes, incoming.check)
-            fetch(part, blob)
+            blob = allocate_bytes(part.num_bytes, torch.device("cpu"))
+            views = {DeltaPayload.name: blob}
+            fetch(part, ByteTarget([(0, blob)], num_bytes=part.num_bytes, views=views, check=incoming.check))
             if isinstance(target, RangesTarget):
                 image = target.image()
-                apply(blob.buffer, image.flats)
+                apply(blob, image.flats)
                 target.take(image)
             else:
-                apply(blob.buffer, flats)
+                apply(blob, flats)
 
 
 def _header_bytes(num_bytes: int) -> int:
     """The most by which a delta can exceed the image of a share."""
     return 64 + num_bytes // CHUNK
-
-
-class _Blob:
-    """A `Target` in host memory for an encoded delta."""
-
-    def __init__(self, num_bytes: int, check: Callable[[], None]) -> None:
-        self.buffer = allocate_bytes(num_bytes, torch.device("cpu"))
-        self.num_bytes, self.views, self.check = num_bytes, {DeltaPayload.name: self.buffer}, check
-
-    def write(self, start: int, piece: Tensor) -> None:
-        self.check()
-        if not 0 <= start <= start + len(piece) <= self.num_bytes:
-            raise SyncError(f"{len(piece)} bytes arrived for place {start} of {self.num_bytes}")
-        self.buffer[start : start + len(piece)].copy_(piece)

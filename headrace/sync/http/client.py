@@ -13,16 +13,15 @@ from headrace.errors import SyncError
 from headrace.proof import is_proven
 from headrace.sync.http.server import BadHead, authorization, path_of, read_head, write_head
 from headrace.sync.sockets import TICK, connect
-from headrace.sync.transport import read_place
+from headrace.tls import fingerprint
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Mapping
 
     from torch import Tensor
 
-    from headrace.records import Plain
     from headrace.sync.http.server import ServedBuffer
+    from headrace.sync.http.transport import HttpTransport
     from headrace.sync.transport import Target
 
 
@@ -38,32 +37,18 @@ class Place:
     """URLs to try in turn. The last is the sender's own; once it has freed the buffer, the fetch fails."""
     share: float  # of the deadline, for a silent source; smaller for parents in the tree, so that they switch first
 
-    @classmethod
-    def read(cls, place: Mapping[str, Plain]) -> Place:
-        read = read_place(cls, place)
-        if not read.sources or not all(isinstance(source, str) for source in read.sources):
+    def __post_init__(self) -> None:
+        if not self.sources or not all(isinstance(source, str) for source in self.sources):
             raise SyncError("this is no place of this transport: it lacks sources")
-        return read
 
 
 class Fetch:
     """Fetches one buffer `into` memory from which a relay serves it, and piece by piece from there into the target."""
 
-    def __init__(
-        self,
-        place: Place,
-        target: Target,
-        receiver: str,
-        into: ServedBuffer,
-        *,
-        token: str,
-        deadline: float,
-        piece_bytes: int,
-        fingerprint: str = "",
-    ) -> None:
-        """`fingerprint`: of the run's certificate, if sources use TLS."""
+    def __init__(self, end: HttpTransport, place: Place, target: Target, receiver: str, into: ServedBuffer) -> None:
         self._place, self._target, self._receiver, self._into = place, target, receiver, into
-        self._token, self._deadline, self._piece_bytes, self._fingerprint = token, deadline, piece_bytes, fingerprint
+        self._token, self._deadline, self._piece_bytes = end.token, end.deadline, end.piece_bytes
+        self._fingerprint = fingerprint(end.certificate)  # empty unless sources use TLS
         self._at = 0  # bytes received so far
         self._moved = self._began = time.monotonic()  # when the last bytes arrived; when this source was tried
         self._sources: deque[str] = deque(place.sources)  # those not refused; the current one first

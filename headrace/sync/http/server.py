@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-import socket
-import ssl
 import threading
 import time
 from collections import deque
@@ -28,6 +26,7 @@ from headrace.sync.memory import Spare, TorchBuffer
 from headrace.sync.sockets import TICK, Server
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
@@ -53,20 +52,16 @@ def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[lis
     """Read the words of the first line and the headers (by lower-case name), nothing more. `check` may raise meanwhile."""
     head = b""
     while not head.endswith(_END):
+        if len(head) == _MAX_HEAD:
+            raise BadHead(f"sent more than {_MAX_HEAD} bytes of headers", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         check()
         try:
-            ahead = _peek(connection, _MAX_HEAD - len(head))
+            byte = connection.recv(1)  # what follows the head goes straight to its place
         except TimeoutError:
             continue
-        if not ahead:
+        if not byte:
             raise ConnectionError("closed the connection")
-        text, end, _ = (head + ahead).partition(_END)
-        if isinstance(connection, ssl.SSLSocket):
-            head += ahead
-        else:
-            head += connection.recv(len(text + end) - len(head))
-        if len(head) >= _MAX_HEAD and not end:
-            raise BadHead(f"sent more than {_MAX_HEAD} bytes of headers", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        head += byte
     try:
         first, *lines = head.removesuffix(_END).decode("ascii").split("\r\n")
     except UnicodeDecodeError as error:
@@ -80,12 +75,6 @@ def read_head(connection: socket.socket, check: Callable[[], None]) -> tuple[lis
     return first.split(" ", 2), headers
 
 
-def _peek(connection: socket.socket, most: int) -> bytes:
-    """What comes next: over TLS, which cannot tell without taking it, one byte that is taken."""
-    is_encrypted = isinstance(connection, ssl.SSLSocket)
-    return connection.recv(1) if is_encrypted else connection.recv(most, socket.MSG_PEEK)
-
-
 def write_head(first: str, headers: Mapping[str, str | int]) -> bytes:
     return "\r\n".join([first, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode("ascii")
 
@@ -95,15 +84,7 @@ def path_of(key: str) -> str:
 
 
 def authorization(token: str, challenge: str, nonce: str, path: str, wanted: str) -> str:
-    """Return the header that answers a challenge."""
     return f"{_SCHEME} {nonce} {proof(token, 'weights', 'GET', challenge, nonce, path, wanted)}"
-
-
-@dataclass(frozen=True)
-class LentMemory:
-    """Memory of another transport, which may reuse it as soon as the buffer is over: readers leave then."""
-
-    tensor: Tensor
 
 
 @dataclass(eq=False)
@@ -112,16 +93,16 @@ class ServedBuffer:
 
     owner: ServedBuffers
     key: str
-    buffer: TorchBuffer | LentMemory
-    num_bytes: int
+    bytes: Tensor
+    buffer: TorchBuffer | None  # whose memory it is; None: another transport's, which may reuse it as soon as this is over
     is_offered: bool  # whether peers may read it
     num_come: int = 0
     num_users: int = 0
     is_over: bool = False  # set when every user must leave
 
     @property
-    def bytes(self) -> Tensor:
-        return self.buffer.tensor[: self.num_bytes]
+    def num_bytes(self) -> int:
+        return len(self.bytes)
 
     def advance(self, num_come: int) -> None:
         """Record arrived bytes and wake the readers waiting for them."""
@@ -166,8 +147,11 @@ class ServedBuffers:
             if self._is_closed:
                 raise SyncError("the transport is closed")
             self.drop(self.held.get(key))
-            buffer = self._spare.take(num_bytes) if lent is None else LentMemory(lent)
-            made = self.held[key] = ServedBuffer(self, key, buffer, num_bytes, is_offered)
+            buffer = None
+            if lent is None:
+                buffer = self._spare.take(num_bytes)
+                lent = buffer.tensor[:num_bytes]
+            made = self.held[key] = ServedBuffer(self, key, lent, buffer, is_offered)
             self.changed.notify_all()
             return made
 
@@ -201,7 +185,7 @@ class ServedBuffers:
                 self.reuse(buffer)
 
     def reuse(self, buffer: ServedBuffer) -> None:
-        if isinstance(buffer.buffer, TorchBuffer) and buffer.is_over and not buffer.num_users and not self._is_closed:
+        if buffer.buffer is not None and buffer.is_over and not buffer.num_users and not self._is_closed:
             self._spare.give(buffer.buffer)
 
     def close(self) -> None:
@@ -217,7 +201,7 @@ class BufferServer:
     """`wait`: seconds in which a buffer that is asked for may come to be offered, as at a relay."""
 
     def __init__(
-        self, buffers: ServedBuffers, *, token: str, host: str, deadline: float, wait: float, certificate: str = ""
+        self, buffers: ServedBuffers, *, token: str, host: str, deadline: float, wait: float, certificate: str
     ) -> None:
         self._buffers, self._token, self._deadline, self._wait = buffers, token, deadline, wait
         self.bytes_served = 0

@@ -14,13 +14,12 @@ with every transport: an engine compares the checksums of what it has written wi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.errors import SyncError
 from headrace.sync.http.client import Fetch, Place
 from headrace.sync.http.server import BufferServer, ServedBuffers
-from headrace.sync.transport import Transport
-from headrace.tls import fingerprint
+from headrace.sync.transport import Transport, read_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,8 +71,8 @@ class HttpTransport(Transport):
         """`host` is the address at which this end listens and others reach it. With a certificate all of it is encrypted."""
         if not token:
             raise ValueError("token is empty: weights are only served to peers that know the run's token")
-        self._token, self._host, self._deadline, self._certificate = token, host, deadline, certificate
-        self._is_relay, self._piece_bytes = is_relay, piece_bytes
+        self.token, self.deadline, self.certificate, self.piece_bytes = token, deadline, certificate, piece_bytes
+        self._host, self._is_relay = host, is_relay
         self._buffers = ServedBuffers()
         self._server: BufferServer | None = None
         if is_relay:
@@ -81,8 +80,8 @@ class HttpTransport(Transport):
 
     @classmethod
     def make(cls, config: TransportConfig, *, is_sender: bool, device: str) -> HttpTransport:
-        how: dict[str, Any] = {"deadline": config.deadline, "is_relay": not is_sender, "certificate": config.certificate}
-        return cls(token=config.token, host=config.host, **how)
+        token, host, deadline, certificate = config.token, config.host, config.deadline, config.certificate
+        return cls(token=token, host=host, deadline=deadline, is_relay=not is_sender, certificate=certificate)
 
     @classmethod
     def routes(cls, part: Part, relays: Sequence[str]) -> list[Part]:
@@ -94,7 +93,6 @@ class HttpTransport(Transport):
 
     @property
     def bytes_served(self) -> int:
-        """Total over all peers."""
         return 0 if self._server is None else self._server.bytes_served
 
     # The sender's end
@@ -122,9 +120,11 @@ class HttpTransport(Transport):
 
     def _serve(self) -> BufferServer:
         if self._server is None:
-            wait = self._deadline if self._is_relay else 0.0  # a relay may learn of a buffer later than its readers
-            how: dict[str, Any] = {"token": self._token, "host": self._host, "deadline": self._deadline, "wait": wait}
-            self._server = BufferServer(self._buffers, certificate=self._certificate, **how)
+            wait = self.deadline if self._is_relay else 0.0  # a relay may learn of a buffer later than its readers
+            token, host, deadline = self.token, self._host, self.deadline
+            self._server = BufferServer(
+                self._buffers, token=token, host=host, deadline=deadline, wait=wait, certificate=self.certificate
+            )
         return self._server
 
     # The receiver's end
@@ -138,15 +138,13 @@ class HttpTransport(Transport):
                     self._buffers.drop(earlier)
 
     def fetch(self, place: Mapping[str, Plain], target: Target, *, receiver: str) -> None:
-        there = Place.read(place)
+        there = read_place(Place, place)
         if there.bytes != target.num_bytes:
             raise SyncError(f"{receiver}: {there.key!r} has {there.bytes:,} bytes, and {target.num_bytes:,} are expected")
         buffer = self._collect(there, receiver)
         try:
             with buffer.in_use():
-                how: dict[str, Any] = {"deadline": self._deadline, "piece_bytes": self._piece_bytes}
-                how["fingerprint"] = fingerprint(self._certificate)
-                Fetch(there, target, receiver, buffer, token=self._token, **how).run()
+                Fetch(self, there, target, receiver, buffer).run()
         except BaseException:
             self._buffers.drop(buffer)
             raise
