@@ -129,7 +129,10 @@ def _open_lock(folder: Path) -> IO[str]:
 
 def remove_unused(folder: Path) -> None:
     """Remove a folder unless a process uses it."""
-    with contextlib.suppress(OSError), (folder / FOLDER_LOCK).open("a") as lock:  # used, or removed by another process
+    path = folder / FOLDER_LOCK
+    with contextlib.suppress(OSError), path.open("a") as lock:  # an OSError: used, or removed by another process
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            return  # removed and made again between the two calls
         gone = folder.rename(folder.with_name(f".{secrets.token_hex(4)}"))  # whoever takes it now makes another
         shutil.rmtree(gone, ignore_errors=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import numpy as np
 import pytest
@@ -242,6 +244,23 @@ def test_what_is_taken_while_it_is_removed_is_written_again(tmp_path, monkeypatc
         remove(path, **how)
 
     monkeypatch.setattr(shutil, "rmtree", removes)
+    one.drop_all_but()
+    assert (tmp_path / "all" / "1" / "file").exists()
+
+
+def test_what_is_removed_and_taken_again_while_it_is_removed_stays(tmp_path, monkeypatch):
+    one, other = SharedFolders(tmp_path / "all"), SharedFolders(tmp_path / "all")
+    write = lambda path: (path / "file").touch()  # noqa: E731
+    one.take("1", write)
+    lock = fcntl.flock
+
+    def removes_and_takes_first(file: IO[str], how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        other.drop_all_but()
+        other.take("1", write)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", removes_and_takes_first)
     one.drop_all_but()
     assert (tmp_path / "all" / "1" / "file").exists()
 
