@@ -76,7 +76,7 @@ def show_preset(name: str) -> str:
     placed = (
         f"Orchestration there: {preset.orchestration}; training: {preset.backend}. A preset does not set `orchestrate`: it "
         f"runs here wherever the recipe and the machine place it, with Headrace's own trainer. In one process (`inline`) "
-        f"weights travel in memory, whatever sync.transport."
+        f"weights travel in memory, and to other hosts (Ray, `cluster.listen`) over HTTP, whatever the preset's sync.transport."
     )
     return "\n".join([*lines, "", *textwrap.wrap(preset.differs, 110), "", *textwrap.wrap(placed, 110)])
 

@@ -361,9 +361,9 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset_settings(name: object, *, is_inline: bool) -> dict[str, Any]:
-    """The settings of a preset by dotted key; none for an unknown name. Inside one process weights travel in memory, whatever
-    the preset's transport."""
+def preset_settings(name: object, *, leaves_transport: bool) -> dict[str, Any]:
+    """The settings of a preset by dotted key; none for an unknown name. Without its transport where the placement leaves no
+    choice: in one process, and between hosts."""
     preset = PRESETS.get(name) if isinstance(name, str) else None
     settings = {} if preset is None else {key: value for key, (value, _) in preset.settings.items()}
-    return {key: value for key, value in settings.items() if not (is_inline and key == "sync.transport")}
+    return {key: value for key, value in settings.items() if not (leaves_transport and key == "sync.transport")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -42,8 +43,6 @@ from headrace.tasks import SamplerSettings, TaskSettings
 from headrace.trainer import TrainSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     PresetName: TypeAlias = str
 else:
     PresetName = Literal[("none", *PRESETS)]
@@ -201,7 +200,9 @@ def _with_named(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     origins: dict[str, str] = {}
     algorithm, preset = data.get("algorithm", "none"), data.get("preset", "none")
     layers = {"algorithm": NAMED.get(algorithm, {}) if isinstance(algorithm, str) else {}}
-    layers["preset"] = preset_settings(preset, is_inline=data.get("orchestrate") == "inline")
+    places, cluster = data.get("orchestrate"), data.get("cluster")
+    has_hosts = places == "ray" or (isinstance(cluster, Mapping) and bool(cluster.get("listen")))
+    layers["preset"] = preset_settings(preset, leaves_transport=has_hosts or places == "inline")
     for name, settings in layers.items():
         data, added = _over(settings, data)
         origins |= dict.fromkeys(added, f"{name} = {data.get(name)!r}")

@@ -57,6 +57,17 @@ def test_every_preset_parses_with_the_quickstart(name: str) -> None:
     assert inline.sync.transport == "auto", "in one process weights travel in memory"
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("placement", [{"orchestrate": "ray"}, {"orchestrate": "local", "cluster.trainer_joins": True}])
+def test_every_preset_runs_on_hosts_that_join(name: str, placement: dict[str, object]) -> None:
+    """Weights reach other hosts over HTTP; all else is the preset's."""
+    recipe = load_recipe(QUICKSTART, {"preset": name, "cluster.listen": "127.0.0.1:0", **placement})
+    has = flatten(to_dict(recipe))
+    assert has.pop("sync.transport") == "auto"
+    for key, (value, _) in PRESETS[name].settings.items():
+        assert key == "sync.transport" or has[key] in (value, [value]), key
+
+
 def test_the_user_comes_first_then_the_algorithm_then_the_preset() -> None:
     art = make_recipe({"preset": "art"})
     assert art.train.loss == "cispo" and art.train.constants == {"clip_low": 1.0, "clip_high": 4.0} and art.lora.rank == 8
