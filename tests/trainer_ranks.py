@@ -4,6 +4,7 @@ same cases and leaves what it found in a folder."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -39,6 +40,9 @@ from headrace.trainer import (
     TrainSettings,
     saving,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PHASE_SECONDS = {"cpu": 280.0, "cuda": 120.0}
 """A rank that is in one phase for so long prints where, and ends. On a GPU its collectives give up shortly before."""
@@ -165,8 +169,36 @@ def make_counted(case: str, ranks: Ranks | None, device: str) -> tuple[DeviceTra
 
 def pieces(trainer: DeviceTrainer) -> dict[str, tuple[int, torch.Tensor]]:
     """The gradient of what this rank trains: of each tensor its first element, and the elements."""
-    first = getattr(trainer.arena, "first", {})
+    first = trainer.arena.first
     return {name: (first.get(name, 0), trainer.optimizer.gradient(name).flatten()) for name in trainer.optimizer.names}
+
+
+def gradient_file(folder: Path, case: str) -> Path:
+    return folder / f"saved-{case}-1" / "gradient.safetensors"
+
+
+@contextlib.contextmanager
+def one_gradient(trainer: DeviceTrainer, ranks: Ranks | None, path: Path, found: dict[str, Any]) -> Iterator[None]:
+    """Note the gradient that a step takes, and let the step of several ranks take that of one rank, if there is its file."""
+    add_up = trainer.optimizer._add_up
+
+    def noted() -> None:
+        add_up()
+        mine = pieces(trainer)
+        found["gradient"] = {name: (start, each.to("cpu", copy=True)) for name, (start, each) in mine.items()}
+        if ranks is None:
+            path.parent.mkdir(exist_ok=True)
+            save_file({name: each for name, (_, each) in found["gradient"].items()}, path)
+        elif path.exists():
+            theirs = load_file(path)
+            for name, (start, each) in mine.items():
+                each.copy_(theirs[name][start : start + len(each)])
+            for name in () if ranks.rank == 0 else mine:  # another rank has the same
+                if ranks.replica or name not in trainer.arena.first:
+                    del found["gradient"][name]
+
+    with patch.object(trainer.optimizer, "_add_up", noted):
+        yield
 
 
 def weights(trainer: DeviceTrainer) -> dict[str, tuple[int, torch.Tensor]]:
@@ -193,11 +225,10 @@ def run_case(case: str, ranks: Ranks | None, folder: Path, device: str = "cpu") 
     (trainer, read), batch = make_counted(case, ranks, device), make_batch(case)
     begin("forward_backward", case, ranks, device)
     found: dict[str, Any] = {"first": trainer.forward_backward(batch), "read": read}
-    if ranks is None or ranks.replicate == 1:  # else they are added up in the step
-        found["gradient"] = pieces(trainer) if case not in ("lora", "four bits", "values") else {}
-        found["gradient"] = {name: (start, each.to("cpu", copy=True)) for name, (start, each) in found["gradient"].items()}
     begin("optim_step", case, ranks, device)
-    found["stepped"] = trainer.optim_step(1e-3)
+    with one_gradient(trainer, ranks, gradient_file(folder, case), found):
+        found["stepped"] = trainer.optim_step(1e-3)
+    found["after"] = weights(trainer)
     if CASES[case].get("reference_every"):
         trainer.mix_reference(0.5)
     begin("forward", case, ranks, device)
@@ -269,7 +300,7 @@ def main() -> None:
 
 def write(found: dict[str, Any], path: Path) -> None:
     tensors, plain = {}, {"passes": found["passes"], "files": found["files"], "read": found["read"]}
-    for what in ("gradient", "weights", "resumed"):
+    for what in ("gradient", "after", "weights", "resumed"):
         tensors |= {f"{what}/{start}/{name}": each.contiguous() for name, (start, each) in found.get(what, {}).items()}
     tensors |= {f"forward/{place}": torch.from_numpy(each.copy()) for place, each in enumerate(found["forward"])}
     for what in ("first", "stepped", "second"):
