@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     Handler = Callable[..., Awaitable[Any]]
     OnNotice = Callable[[Any], None]
 
+PROTOCOL = 2
+"""Rises when what hosts say to each other changes; the frames that carry it have a schema of their own."""
 _HELLO_BYTES = 4096
 _HELLO_SECONDS = 30.0
 _HANDSHAKE_SECONDS = 10.0

@@ -286,15 +286,14 @@ class GroupBuffer:
         return taken
 
     def load(self, taken: list[Group]) -> list[Group | JournalError]:
-        """The groups with their episodes, in any thread; an error in place of each that cannot be read from the disk, where
-        none is kept any longer."""
+        """The groups with their episodes, in any thread; an error in place of each that cannot be read from the disk. What is
+        not put back leaves the disk after that."""
         found: list[Group | JournalError] = []
         for group in taken:
             try:
                 found.append(group.loaded())
             except JournalError as error:
                 found.append(error)
-            group.leave_disk()
         return found
 
     def put_back(self, groups: list[Group]) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _MOST_BACKLOG = 8 << 20  # unread bytes at which an engine is sent no more
 _NONE_KNOWN = np.empty((0, 3), np.int32)
-_SHORT = 1024  # tokens: rollouts of so many that end together share memory
+_SHORT = 1024  # tokens, the prompt's included: rollouts of so many that end together share memory
 _UNUSED: list[Any] = []  # for fields of engines alone: a list for each would triple what garbage collection looks at
 _REFUSED_UPDATES = {"SyncError", "WeightError"}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
@@ -97,8 +97,7 @@ class PoolRequest(Request):
         names: dict[str, Any] = {"engine": self.engine.name, "policy": self.policy, "lineage": self.lineage}
         if end is None:
             return self.extended(tokens, FinishReason.ABORT, **names, mask=mask)
-        reason, finished = FinishReason(end.reason), float(end.finished)
-        return self.extended(tokens, reason, **names, mask=mask, routing=end.routing, finished=finished)
+        return self.extended(tokens, end.reason, **names, mask=mask, routing=end.routing, finished=end.finished)
 
 
 class _Ended(NamedTuple):
@@ -117,7 +116,8 @@ class _Ended(NamedTuple):
     def is_short(self) -> bool:
         """And has nothing but tokens."""
         has_more = any(each is not None for each in (self.mask, self.entropies, self.end.routing))
-        return not has_more and is_prompt(self.request.rollout) and len(self.known) <= _SHORT
+        rollout = self.request.rollout
+        return not has_more and is_prompt(rollout) and len(rollout) + len(self.known) <= _SHORT
 
 
 WaitingQueue = OrderedDict[PoolRequest, None]
@@ -326,7 +326,8 @@ class RemoteEngine:
     ) -> _Ended:
         """`new`: what the call has sampled since the last report, or all of it."""
         with wire_errors(f"{self.name} ended {request.rollout.id!r}"):
-            end = CallEnd(*told)
+            num_before, reason, finished, routing = told
+            end = CallEnd(num_before, FinishReason(reason), float(finished), routing)
             if end.num_before not in (0, request.num_known):
                 raise WireError(f"it goes on from token {end.num_before}, but {request.num_known} were reported")
             if not end.num_before:
@@ -335,18 +336,28 @@ class RemoteEngine:
             return _Ended(request, end, new, *request.reported)
 
     def _end(self, ended: list[_Ended]) -> None:
-        """Calls have ended. Short ones are extended together; a long one gets memory of its own, which no other keeps."""
-        short, long = [each for each in ended if each.is_short], [each for each in ended if not each.is_short]
+        """Calls have ended. Short ones are extended together; a long one gets memory of its own, which no other keeps. One that
+        is wrong stays in flight, alone."""
+        wrong: WireError | None = None
+        short = [each for each in ended if each.is_short]
         with wire_errors(f"{self.name} ended a call"):
-            rollouts = self._answered(short) if short else []
-            rollouts += [each.request.partial(each.known, each.mask, each.entropies, each.end) for each in long]
-        for each, rollout in zip(short + long, rollouts, strict=True):
+            rollouts = dict(zip([each.request for each in short], self._answered(short) if short else [], strict=True))
+        for each in ended:
             request = each.request
+            try:
+                with wire_errors(f"{self.name} ended {request.rollout.id!r}"):
+                    partial = functools.partial(request.partial, each.known, each.mask, each.entropies, each.end)
+                    rollout = rollouts[request] if request in rollouts else partial()
+            except WireError as error:
+                wrong = wrong or error
+                continue
             del self.requests[request.key]
             self._pool.num_sampled[self.name] += len(rollout) - len(request.rollout)
             if request.on_tokens is not None:
                 request.on_tokens(_increment(each.unknown, rollout.finish_reason))
             request.on_done(rollout)
+        if wrong is not None:
+            raise wrong
 
     def _answered(self, ended: list[_Ended]) -> list[Rollout]:
         requests = [each.request for each in ended]
@@ -356,10 +367,10 @@ class RemoteEngine:
             engine=self.name,
             policies=[request.policy for request in requests],
             lineages=[str(request.lineage) for request in requests],
-            reasons=[FinishReason(each.end.reason) for each in ended],
+            reasons=[each.end.reason for each in ended],
             sampling=[request.sampling for request in requests],
             started=[request.started for request in requests],
-            finished=[float(each.end.finished) for each in ended],
+            finished=[each.end.finished for each in ended],
         )
 
     def _take_refused(self, value: Any) -> None:  # noqa: ANN401

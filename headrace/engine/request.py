@@ -162,7 +162,7 @@ class CallEnd(NamedTuple):
 
     num_before: int
     """Its tokens before those that come with this."""
-    reason: str
+    reason: FinishReason
     finished: float
     routing: Array | None
     """Of all tokens of the rollout, if it is recorded."""
@@ -186,7 +186,7 @@ class SampledSince(NamedTuple):
     def rest(cls, request: Request, rollout: Rollout, *, num_before: int) -> SampledSince:
         """What an ended call has sampled but for its first `num_before` tokens."""
         first, mask, entropies = len(request.rollout) + num_before, rollout.sampling_mask, rollout.columns.get(SAMPLED_ENTROPY)
-        end = CallEnd(num_before, rollout.calls[-1].finish_reason.value, rollout.calls[-1].finished, rollout.expert_routing)
+        end = CallEnd(num_before, rollout.calls[-1].finish_reason, rollout.calls[-1].finished, rollout.expert_routing)
         tokens = (rollout.token_ids[first:], rollout.logprobs[first:], rollout.versions[first:])
         masks = () if mask is None else mask.rest(first)
         return cls(request, *tokens, masks, rollout.lineage, None if entropies is None else entropies[first:], end)
@@ -269,9 +269,9 @@ async def generate(
     on_tokens: OnTokens | None = None,
     make_request: type[Request] = Request,
 ) -> Rollout:
-    """The rollout with one more call's tokens; cancelling the await cancels the call."""
+    """The rollout with one more call's tokens; cancelling the await cancels the call, and an `on_tokens` that raises too."""
     tell = _Teller(asyncio.get_running_loop())
-    told = None if on_tokens is None else _from_any_thread(on_tokens)
+    told = None if on_tokens is None else _from_any_thread(_failing(tell, on_tokens))
     request = make_request(rollout, sampling, on_done=tell, on_failed=tell, on_tokens=told)
     engine.submit([request], _refuse)
     try:
@@ -280,6 +280,8 @@ async def generate(
         engine.cancel([request])
         raise
     if isinstance(answer, Exception):
+        if told is not None:
+            engine.cancel([request])  # it may be what raised
         raise answer
     return answer
 
@@ -329,6 +331,18 @@ class _Teller:
             self._loop.call_soon_threadsafe(self, answer)
         elif not self.done.done():  # otherwise the await was cancelled
             self.done.set_result(answer)
+
+
+def _failing(tell: _Teller, on_tokens: OnTokens) -> OnTokens:
+    """What `on_tokens` raises fails its call: the engine that tells it is not to blame."""
+
+    def told(new: Increment) -> None:
+        try:
+            on_tokens(new)
+        except Exception as error:  # noqa: BLE001  (`generate` raises it)
+            tell(error)
+
+    return told
 
 
 def _refuse(request: Request, error: ValueError) -> None:

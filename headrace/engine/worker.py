@@ -3,8 +3,8 @@
 The engine decodes in its own thread, this event loop talks. Rollouts come and go in batches on the data stream, never more than
 were pulled; control calls have their own stream and never queue behind them. Of a rollout's later turns only what is new
 travels, both ways: each end has the rest, and this one asks for it if it has not. Calls that have grown by `LEAST_GROWTH` are
-reported once a second, all calls every ten seconds, and streamed ones after every step: so at most ten seconds of work are lost
-with this process, and of a call at most a ninth or a second's.
+reported once a second, all calls every ten seconds, and streamed ones after every step: so of a call at most a ninth and a
+second's work are lost with this process, never over ten seconds'.
 """
 
 from __future__ import annotations

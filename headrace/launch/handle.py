@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RunKilled(RuntimeError):
-    """`RunHandle.kill` ended the run at once."""
+    """`RunHandle.kill` ended the run at once, or `stop` while no trainer was there to save it."""
 
 
 class RunHandle:
@@ -138,7 +138,8 @@ class RunHandle:
         try:
             self._future.set_result(launch(recipe, given, how))
         except asyncio.CancelledError:
-            self._future.set_exception(RunKilled("the run was killed; the same call resumes from its last checkpoint"))
+            what = "killed" if self._stop.num_made > 1 else "stopped while it waited for hosts"
+            self._future.set_exception(RunKilled(f"the run was {what}; the same call resumes from its last checkpoint"))
         except BaseException as error:  # noqa: BLE001  (`result` raises it)
             self._future.set_exception(without_our_frames(error))
         with self._has_news:

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from headrace import __version__
 from headrace.launch.clock import ClockOffset
 from headrace.launch.model_files import PIECE_BYTES, fetch_files, list_files, read_piece
-from headrace.records import frames
-from headrace.rpc import Listener, Peer, RemoteError, StreamClosed
+from headrace.rpc import PROTOCOL, Listener, Peer, RemoteError, StreamClosed
 from headrace.settings import ConfigError, build
 
 if TYPE_CHECKING:
@@ -347,11 +346,11 @@ class Hosts:
                     return host.peer.stream.close()
                 await asyncio.sleep(min(_PING_SECONDS, self._heartbeat / 4))
 
-    async def _join(self, version: str, schema: int, role: str = "engine") -> dict[str, Any]:
-        """The first call of a host; the answer names the models and their files."""
-        if (version, schema) != (__version__, frames.SCHEMA):
-            ours = f"{__version__} (wire schema {frames.SCHEMA})"
-            raise ConfigError(f"this host has headrace {version} (wire schema {schema}), and the run has {ours}; install that")
+    async def _join(self, version: str, protocol: int = 1, role: str = "engine", schema: int = 0) -> dict[str, Any]:
+        """The first call of a host; the answer names the models and their files. Hosts of protocol 1 told a `schema` instead."""
+        if (version, protocol) != (__version__, PROTOCOL):
+            ours = f"{__version__} (protocol {PROTOCOL})"
+            raise ConfigError(f"this host has headrace {version} (protocol {protocol}), and the run has {ours}; install that")
         if role == "trainer" and not self._takes_trainer:
             raise ConfigError("the run trains on the launcher's host; set cluster.trainer_joins = true in its recipe")
         frozen = self._frozen if role == "trainer" else {}

@@ -27,8 +27,7 @@ from headrace.launch.placement import Order, pick_device
 from headrace.launch.process import ChildProcess
 from headrace.launch.stop import StopRequest
 from headrace.leftovers import Claim, new_prefix, sweep
-from headrace.records import frames
-from headrace.rpc import Peer, RemoteError, StreamClosed, connect
+from headrace.rpc import PROTOCOL, Peer, RemoteError, StreamClosed, connect
 from headrace.settings import ConfigError
 from headrace.sync import shared_folder
 
@@ -164,7 +163,7 @@ class _Joiner:
         reading, stopping = asyncio.ensure_future(peer.run()), asyncio.ensure_future(is_stopped.wait())
         tasks: list[asyncio.Future[Any]] = [reading, stopping]
         try:
-            what = {"version": __version__, "schema": frames.SCHEMA, "role": self._options.role}
+            what = {"version": __version__, "protocol": PROTOCOL, "role": self._options.role}
             told = await peer.call("join", timeout=_ANSWER_SECONDS, **what)
             tasks.append(asyncio.ensure_future(self._watch(peer, SILENT_HEARTBEATS * told["heartbeat"])))
             await self._introduce(peer, told)
@@ -309,8 +308,9 @@ class _Joiner:
 
     def _kill(self, told: dict[str, Any]) -> None:
         if process := self._processes.get((told["name"], told["incarnation"])):
+            self._has_failed = True  # the launcher has given it up
             process.kill()
 
     def _end(self, reason: str | None) -> None:
-        self._is_over = True
+        self._is_over, self._has_failed = True, self._has_failed or reason is not None
         print(f"the run has let this host go{': ' + reason if reason else ''}", flush=True)

@@ -442,10 +442,12 @@ class LocalProcesses(WatchedProcesses):
             if process.index == LENT:
                 self._say(f"{spent}\n  the run goes on, and nothing is lent")
                 return
-            left = sum(each.role == "engine" and each.index != LENT and not each.is_over for each in self._places.values())
+            engines = [each for each in self._places.values() if each.role == "engine" and each.index != LENT]
+            left = sum(not each.is_over for each in engines)
+            lost = sum(each.name in self._given_up for each in engines)
             if not left and not self._can_wait_for_engines:
                 raise
-            self._say(f"{spent}\n  the run goes on with {left} of {left + len(self._given_up)} engines")
+            self._say(f"{spent}\n  the run goes on with {left} of {left + lost} engines")
 
     def _give_up(self, place: Place) -> None:
         place.is_over = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from headrace.launch.process import RoleProcess
     from headrace.observe import MirroredTimeline
+
+log = logging.getLogger("headrace")
 
 _PING_SECONDS = 1.0
 
@@ -75,6 +78,7 @@ class WatchedProcesses:
                 self._engine_peak = max(self._engine_peak, int(process.state.get("memory_peak", 0)))
             self._take_report(process, report)
         except (RemoteError, ValueError, LookupError, TypeError, AttributeError) as error:
+            log.warning("%s answered a ping with what cannot be read", process.name, exc_info=error)
             process.give_up(f"answered a ping with what cannot be read: {error!r}")
             return False
         return True

@@ -96,6 +96,8 @@ class PolicyState(PolicyGroups):
         if all(group.stored is None for group in taken):
             return True
         found = self.buffer.load(taken) if self.trainer.is_inline else await asyncio.to_thread(self.buffer.load, taken)
+        for group in taken:  # not in the thread: if this task is cancelled, they are put back as they were
+            group.leave_disk()
         started.groups = [group for group in found if isinstance(group, Group)]
         if len(started.groups) == len(taken):
             return True

@@ -165,11 +165,26 @@ def test_a_segment_with_a_group_that_waits_only_there_outlives_the_checkpoint(tm
     taken = buffer.take()
     loaded = buffer.load(taken)
     assert [group.episodes[0].task for group in loaded if isinstance(group, Group)] == [{"n": 0}, {"n": 1}]
+    for group in taken:
+        group.leave_disk()
     journal.forget(journal.mark())
     assert list((tmp_path / "journal").iterdir()), "group 2 is still there"
     buffer.drop(2)
     journal.forget(journal.mark())
     assert not list((tmp_path / "journal").iterdir())
+
+
+def test_groups_that_are_loaded_and_put_back_stay_on_the_disk(tmp_path: Path, said: list[str]) -> None:
+    journal = open_journal(tmp_path / "journal", said)
+    buffer = GroupBuffer(batch=4, capacity=None, max_bytes=1, journal=journal)
+    put(buffer, 0, 1, 2, 3)
+    taken = buffer.take()
+    assert len(buffer.load(taken)) == 4  # by a task that was cancelled meanwhile
+    buffer.put_back(taken)
+    for number in (0, 1):
+        buffer.drop(number)
+    journal.forget(journal.mark())
+    assert [group.loaded().episodes[0].task for group in buffer.groups()] == [{"n": 2}, {"n": 3}]
 
 
 def put(buffer: GroupBuffer, *numbers: int, **how: Any) -> None:

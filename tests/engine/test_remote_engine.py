@@ -225,5 +225,56 @@ async def test_an_ended_call_with_a_wrong_token_is_named_and_stays_in_flight() -
         assert len(asked.engine.requests) == 3
 
 
+async def test_one_that_ended_in_a_way_that_cannot_be_stays_in_flight_alone() -> None:
+    async with asking(calls=3) as asked:
+        news = [SampledSince(each, *_drawn(np.arange(4)), (), "life") for each in asked.engine.requests.values()]
+        ends = [each._replace(end=(0, "stop", 1.5, None)) for each in news]
+        ends[1] = ends[1]._replace(end=(0, "stop", 1.5, np.zeros((3, 1, 1), np.uint8)))  # the rollout has 6 tokens
+        with pytest.raises(WireError, match=r"engine-0 ended 'r1'"):
+            asked.tell("sampled", pack_sampled(ends, policy="policy"))
+        assert [request.rollout.id for request in asked.engine.requests.values()] == ["r1"]
+        first, third = await asked.tasks[0], await asked.tasks[2]
+        assert (first.finish_reason, third.finish_reason) == (FinishReason.STOP, FinishReason.STOP)
+
+
+async def test_calls_that_end_together_are_answered_in_the_engines_order() -> None:
+    async with asking(calls=3) as asked:
+        order, news = [], []
+        for request in asked.engine.requests.values():
+            request.on_done = lambda rollout: order.append(rollout.id)
+            news.append(SampledSince(request, *_drawn(np.arange(2 if news else 1030)), (), "life"))  # the first is long
+        asked.tell("sampled", pack_sampled([each._replace(end=(0, "abort", 1.5, None)) for each in news], policy="policy"))
+        assert order == ["r0", "r1", "r2"]
+
+
+async def test_short_answers_to_long_prompts_share_no_memory() -> None:
+    async with asking(calls=2) as asked:
+        requests = list(asked.engine.requests.values())
+        for at, request in enumerate(requests):
+            request.rollout = Rollout.from_prompt([1] * 1024, id=f"r{at}")
+        news = [SampledSince(each, *_drawn(np.arange(2)), (), "life") for each in requests]
+        asked.tell("sampled", pack_sampled([each._replace(end=(0, "stop", 1.5, None)) for each in news], policy="policy"))
+        first, second = await asyncio.gather(*asked.tasks)
+        assert first.token_ids.base is None or first.token_ids.base is not second.token_ids.base
+
+
+async def test_an_on_tokens_that_raises_fails_its_call_alone() -> None:
+    def odd(_: object) -> None:
+        raise KeyError("mine")
+
+    async with asking(calls=1) as asked:
+        asked.tell("pull", 1)
+        odd_call = asyncio.ensure_future(
+            asked.pool.generate(Rollout.from_prompt([1, 2], id="odd"), Sampling(max_tokens=9), on_tokens=odd)
+        )
+        for _ in range(4):
+            await asyncio.sleep(0)
+        news = [SampledSince(each, *_drawn(np.arange(4)), (), "life") for each in asked.engine.requests.values()]
+        asked.tell("sampled", pack_sampled([each._replace(end=(0, "stop", 1.5, None)) for each in news], policy="policy"))
+        with pytest.raises(KeyError, match="mine"):
+            await odd_call
+        assert (await asked.tasks[0]).num_sampled == 4 and not asked.engine.requests
+
+
 def _drawn(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return ids, np.full(len(ids), -0.5), np.full(len(ids), 2)

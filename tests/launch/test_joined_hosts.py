@@ -33,8 +33,7 @@ from headrace.launch.process import Place, RoleFailed, RoleProcess, TrainerLost
 from headrace.launch.settings import ClusterSettings, read_token
 from headrace.leftovers import sweep
 from headrace.model import ModelError
-from headrace.records import frames
-from headrace.rpc import Peer, RemoteError, StreamClosed, connect
+from headrace.rpc import PROTOCOL, Peer, RemoteError, StreamClosed, connect
 from headrace.settings import ConfigError
 from headrace.sync import TransportConfig, make_transport
 from headrace.tls import make_certificate
@@ -141,9 +140,9 @@ def test_a_launcher_that_closes_once_has_not_refused_the_host(run):
 def test_a_host_with_another_version_is_told_both(run):
     async def main() -> None:
         async with run.joined() as (peer, _):
-            told = f"this host has headrace 0.0.1 .wire schema 1., and the run has {__version__}"
+            told = f"this host has headrace 0.0.1 .protocol 1., and the run has {__version__}"
             with pytest.raises(RemoteError, match=told):
-                await peer.call("join", version="0.0.1", schema=1)
+                await peer.call("join", version="0.0.1", schema=5)  # as it was before hosts told a protocol
 
     asyncio.run(main())
 
@@ -157,7 +156,7 @@ def test_a_model_crosses_in_pieces_and_is_kept(run, model, tmp_path, cache):
     async def main() -> str:
         loop = asyncio.get_running_loop()
         async with run.joined() as (peer, _):
-            told = await peer.call("join", version=__version__, schema=frames.SCHEMA)
+            told = await peer.call("join", version=__version__, protocol=PROTOCOL)
 
             def read(name: str, start: int) -> Any:
                 return asyncio.run_coroutine_threadsafe(peer.call("read", name=name, start=start), loop).result()
@@ -446,12 +445,20 @@ def test_a_host_joins_again_when_the_launcher_has_been_silent(monkeypatch, capsy
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_logs_of_a_process_that_failed_stay_until_the_next_run_on_that_host(monkeypatch, tmp_path, has_folder):
-    """Or for good, in a folder of the user's, where nothing else is left."""
+@pytest.mark.parametrize(("has_folder", "is_killed"), [(False, False), (True, False), (False, True)])
+def test_logs_of_a_process_that_failed_stay_until_the_next_run_on_that_host(monkeypatch, tmp_path, has_folder, is_killed):
+    """Or for good, in a folder of the user's, where nothing else is left. Also of one that the launcher kills, letting the host
+    go before it is dead."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = tmp_path / "mine" if has_folder else None
-    failing = SimpleNamespace(pid=1, order=lambda _: None, wait=lambda: 1)
+    folder, killed = tmp_path / "mine" if has_folder else None, threading.Event()
+
+    def die() -> int:
+        if is_killed:
+            assert killed.wait(30)
+            time.sleep(0.2)
+        return 1
+
+    failing = SimpleNamespace(pid=1, order=lambda _: None, wait=die, kill=killed.set)
     monkeypatch.setattr("headrace.launch.joining.ChildProcess", lambda *_: failing)
     run = Run("name/of-the-hub")
     with ThreadPoolExecutor() as pool:
@@ -463,7 +470,11 @@ def test_logs_of_a_process_that_failed_stay_until_the_next_run_on_that_host(monk
             (logs / "log").touch()
             process = JoinedProcess("engine-1", host, incarnation=3)
             process.order(order_with_log(logs / "log"))
-            assert process.wait() == 1
+            if is_killed:
+                process.kill()
+                host.dismiss()
+            else:
+                assert process.wait() == 1
         finally:
             run.hosts.close()
     assert joining.result() == 0 and [path.name for path in logs.iterdir()] == ["log"]

@@ -102,17 +102,15 @@ class VllmApi:
     async def is_up(self) -> bool:
         try:
             async with self._call("GET", "/health", seconds=10):
-                self._num_missed = 0
+                return True
         except VllmError:
-            self._num_missed += 1
-        return not self._num_missed
+            return False
 
-    async def is_up_or_late(self) -> bool:
-        """Whether it is up; raises once so many checks in a row have failed that it counts as dead."""
-        is_up = await self.is_up()
+    async def check(self) -> None:
+        """Raises once so many checks in a row have failed that it counts as dead."""
+        self._num_missed = 0 if await self.is_up() else self._num_missed + 1
         if self._num_missed >= _MISSED:
             raise self.gone("it does not answer")
-        return is_up
 
     async def about(self) -> ServerInfo:
         async with self._call("GET", "/version") as answer:

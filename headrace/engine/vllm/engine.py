@@ -289,7 +289,7 @@ class VllmEngine:
         quiet = 0
         while quiet < 2 and self._running:
             before = self._num_sampled
-            is_up = await self.api.is_up_or_late()
+            is_up = await self.api.is_up()
             self._raise_if_dead()
             await asyncio.sleep(0.002)
             quiet = quiet + 1 if self._num_sampled == before and is_up else 0
@@ -380,7 +380,7 @@ class VllmEngine:
                 if self._running and not self._is_paused and time.monotonic() - self._heard_at > self._patience:
                     told = f"{len(self._running)} rollouts are in flight and none has grown for {self._patience:g} s"
                     raise self.api.gone(f"{told} (engine.vllm.answer_seconds)")
-                await self.api.is_up_or_late()
+                await self.api.check()
             except VllmGone as error:
                 self._die(error)
 
