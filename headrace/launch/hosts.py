@@ -347,7 +347,7 @@ class Hosts:
                 await asyncio.sleep(min(_PING_SECONDS, self._heartbeat / 4))
 
     async def _join(self, version: str, protocol: int = 1, role: str = "engine", schema: int = 0) -> dict[str, Any]:
-        """The first call of a host; the answer names the models and their files. Hosts of protocol 1 told a `schema` instead."""
+        """A host's first call; the answer names the models and their files. In protocol 1 hosts told a `schema` instead."""
         if (version, protocol) != (__version__, PROTOCOL):
             ours = f"{__version__} (protocol {PROTOCOL})"
             raise ConfigError(f"this host has headrace {version} (protocol {protocol}), and the run has {ours}; install that")
