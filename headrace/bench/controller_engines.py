@@ -46,7 +46,7 @@ class Crowd:
 
 
 SHORT = Crowd(engines=1_000, slots=128, rollouts=512_000, batch=4_096, median=10, most=10)
-LONG = Crowd(engines=1_000, slots=10, rollouts=40_960, batch=1_024, median=4_000, most=100_000)
+LONG = Crowd(engines=1_000, slots=10, rollouts=61_440, batch=1_024, median=4_000, most=100_000)
 QUICK_SHORT = Crowd(engines=50, slots=8, rollouts=3_200, batch=320, median=10, most=10)
 QUICK_LONG = Crowd(engines=20, slots=2, rollouts=320, batch=64, median=400, most=10_000)
 _TOKEN_SECONDS = 20e-9
@@ -69,7 +69,7 @@ def crowd_rows(crowd: Crowd) -> list[Row]:
     return [
         *rows,
         Row("memory at the end", found["memory"], "GB"),
-        Row("most in the second half ÷ at its start", found["growth"], "×", goal="≤ 1.05"),
+        Row("most in the second half of the time with all in flight ÷ at its start", found["growth"], "×", goal="≤ 1.05"),
         Row("most calls of an engine ÷ fewest", found["spread"], "×"),
     ]
 
@@ -166,10 +166,11 @@ async def _train(crowd: Crowd, pool: EnginePool) -> dict[str, float]:
     await session.train()
     spent = time.thread_time() - observer.started
     assert trainer.num_rollouts == crowd.rollouts == session.policy.ledger.counts()["trained"]
-    half = trainer.memory[len(trainer.memory) // 2]
+    steady = trainer.memory[: -(crowd.in_flight // crowd.batch)]  # after that nothing is submitted, and all ends at once
+    second = steady[len(steady) // 2 :]
     return {
         "seconds": spent,
         "tokens": float(trainer.num_tokens),
         "memory": trainer.memory[-1] / 1e9,
-        "growth": max(trainer.memory[len(trainer.memory) // 2 :]) / half,
+        "growth": max(second) / second[0],
     }

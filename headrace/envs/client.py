@@ -57,11 +57,10 @@ class Client(abc.ABC):
     def prompt(self, prompt: Plain, template_kwargs: Plain = None, tools: Sequence[Any] = ()) -> Rollout:
         """A rollout of this episode with nothing sampled yet. `template_kwargs`: variables of the chat template; `tools`: JSON
         schemas of functions that it shows to the policy."""
-        shared = self.encoder.rollout(prompt, template_kwargs, tools)
+        shared, history = self.encoder.start(prompt, template_kwargs, tools)
         names: dict[str, Any] = {"id": self._new_id(), "episode": self.episode, "group": self.group, "policy": self.policy}
         rollout = shared.named(**names, index=self.index)
-        variables: Any = template_kwargs
-        self._histories[rollout.id] = History.of_prompt(prompt, len(rollout), tools=tools, variables=variables)
+        self._histories[rollout.id] = history
         return rollout
 
     def append(self, rollout: Rollout, new: Appended, *, source: Source = Source.TOOL) -> Rollout:

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from headrace.envs.turns import Turns
+from headrace.envs.turns import History, Turns
 from headrace.records import Rollout, check_messages
 from headrace.settings import ConfigError
 
@@ -27,16 +27,16 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self._cache: dict[str, Rollout] = {}
+        self._cache: dict[str, tuple[Rollout, History]] = {}
         self._num_cached = 0  # bytes
         self._decode = _decoder(tokenizer)
         self.turns = Turns(self)
 
     def encode(self, prompt: Plain, template_kwargs: Plain = None) -> Array:
-        return self.rollout(prompt, template_kwargs).token_ids
+        return self.start(prompt, template_kwargs)[0].token_ids
 
-    def rollout(self, prompt: Plain, template_kwargs: Plain = None, tools: Sequence[Any] = ()) -> Rollout:
-        """A rollout of this prompt that belongs to no episode yet; siblings share its arrays."""
+    def start(self, prompt: Plain, template_kwargs: Plain = None, tools: Sequence[Any] = ()) -> tuple[Rollout, History]:
+        """A rollout of this prompt that belongs to no episode yet, and what its tokens stand for; siblings share both."""
         variables = [template_kwargs, *tools] if template_kwargs or tools else None
         key = prompt if isinstance(prompt, str) else json.dumps([prompt, variables] if variables else prompt)
         if key not in self._cache:
@@ -45,7 +45,9 @@ class PromptEncoder:
             if self._num_cached + size > _MAX_CACHED:
                 self._cache.clear()
                 self._num_cached = 0
-            self._cache[key] = rollout  # of any size, because its siblings come next
+            given: Any = template_kwargs
+            history = History.of_prompt(prompt, len(rollout), tools=tools, variables=given)
+            self._cache[key] = rollout, history  # of any size, because its siblings come next
             self._num_cached += size
         return self._cache[key]
 

@@ -37,7 +37,7 @@ TEXTS = (
 def test_pieces_add_up(name: str) -> None:
     encoder, chance = PromptEncoder(tokenizer_of(name)), random.Random(0)
     messages = [{"role": "user", "content": "go"}]
-    prompt = encoder.rollout(messages).token_ids
+    prompt = encoder.encode(messages)
     history = History.of_prompt(messages, len(prompt))
     ends = [[id] for id in sorted(encoder.turns.special)[:2]]
     told_early = 0

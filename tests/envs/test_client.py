@@ -140,13 +140,13 @@ def test_cached_prompts_are_bounded_in_bytes(tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(encoder, "_encode", counting)
     for number in range(200):
         for _ in range(4):
-            encoder.rollout(f"{number:04d}" + "7" * 1000)
-        most = max(most, sum(len(text) + rollout.num_bytes for text, rollout in encoder._cache.items()))
+            encoder.start(f"{number:04d}" + "7" * 1000)
+        most = max(most, sum(len(text) + rollout.num_bytes for text, (rollout, _) in encoder._cache.items()))
     assert num_encoded == 200, "siblings, which come one after the other, share one"
     assert 50_000 < most <= 100_000
-    long = encoder.rollout("7" * 50_000)
-    assert long is encoder.rollout("7" * 50_000) and len(encoder._cache) == 1, "one that is larger than all of it, too"
-    encoder.rollout("12")
+    long = encoder.start("7" * 50_000)
+    assert long is encoder.start("7" * 50_000) and len(encoder._cache) == 1, "one that is larger than all of it, too"
+    encoder.start("12")
     assert list(encoder._cache) == ["12"]
 
 
