@@ -269,12 +269,15 @@ PRESETS: dict[str, Preset] = {
             "staleness.gate": _GATE,
             "staleness.reject": ("oldest", "older than max_lag, time in the queue included"),
             "staleness.rejected": _REFILL,
-            "staleness.correct": ("trust_region", "tokens whose squared log ratio is too large are masked"),
+            "train.loss": ("dppo", "its default loss: importance weights, and a penalty on the squared log ratio"),
+            "train.constants.mask": (0.2, "tokens whose probability has moved further the way they are pushed are masked"),
+            "train.constants.tau": (1e-3, "of the penalty"),
             "partial.interrupt": _KEEP,
             "partial.cancel": ("over_age", "groups that are too old are cancelled while they run"),
             "sync.transport": _FILES,
         },
-        differs="prime-rl gates by max_async_level, apart from max_off_policy_steps; here both are staleness.max_lag.",
+        differs="prime-rl gates by max_async_level, apart from max_off_policy_steps, and bounds its buffer; here "
+        "staleness.max_lag is both, and the gate alone bounds what waits.",
     ),
     "atropos": Preset(
         orchestration="HTTP services",

@@ -174,7 +174,13 @@ def test_nemo_rl_reserves_a_place_when_it_submits_and_commits_in_order(monkeypat
 def test_prime_rl_cancels_over_age_groups_while_they_run(tmp_path, monkeypatch):
     watched = run_preset("prime-rl", tmp_path, monkeypatch, staleness={"max_lag": 1})
     assert watched.reasons["rejected: lag, cancelled in flight"] > 0 and max(watched.lags) <= 1
-    assert watched.spanning and not any(map(has_resumed, watched.spanning)), "the others go on over the update"
+
+
+def test_prime_rl_masks_tokens_by_its_own_loss(tmp_path, monkeypatch):
+    moving = {"learning_rate": 0.03, "constants": {"mask": 0.01}}
+    watched = run_preset("prime-rl", tmp_path, monkeypatch, steps=6, train=moving)
+    assert max(row["train/masked"] for row in watched.metrics) > 0, "those that have moved too far the way they are pushed"
+    assert all(row["train/correction"] == 1 and "train/clipped" not in row for row in watched.metrics), "no other correction"
 
 
 def push_groups(environment: PushedEnvironment, prompt: list[int], pushed: list[list[int]], is_over: threading.Event) -> None:

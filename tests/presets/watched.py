@@ -4,6 +4,7 @@ one process; `simulate` runs the real loops over an engine and a trainer that on
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,8 @@ class Watched:
     counts: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     """Rollouts that were not trained, by why."""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """Of each version of a real run."""
 
     @property
     def spanning(self) -> list[Rollout]:
@@ -157,6 +160,8 @@ def run_preset(
         result: RunResult = small_run(folder, **{"held_out": None, **_settings(name, changes)})
     summary = result.summary
     watched.counts, watched.reasons = summary["accounting"], summary["dropped_because"]
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    watched.metrics = [row for row in rows if "train/loss" in row]
     watched.trained = [
         (step - 1, rollout) for step in range(1, summary["version"] + 1) for rollout in read_rollouts(folder, step)[1]
     ]
