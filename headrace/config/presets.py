@@ -62,6 +62,7 @@ PRESETS: dict[str, Preset] = {
             "partial.interrupt": _KEEP,
             "sync.transport": _COLLECTIVE,
         },
+        advice={"partial.interrupt = 'lease'": "with lora.rank: a rollout ends with the adapter version that it began with"},
         differs="TRL's AsyncGRPOTrainer queues samples; here a group waits until its siblings are scored, because advantages "
         "compare them. Its queue also bounds what waits, at 1,024 samples; here only buffer.max_gb does.",
     ),
@@ -121,7 +122,8 @@ PRESETS: dict[str, Preset] = {
             'staleness.correct = ["tis", "opsm", "prefix"]': "masks the prefix that older weights sampled, as slime can",
         },
         differs="slime sends whole weights by a bucketed broadcast where engines share a cluster with the trainer; set "
-        "sync.payload = 'full' and sync.transport = 'collective' for that. It does not train adapters.",
+        "sync.payload = 'full' and sync.transport = 'collective' for that. Its top-p mask is an option; here the "
+        "trainer always normalises over the tokens that top-p left. It does not train adapters.",
     ),
     "miles": Preset(
         orchestration="Ray",
@@ -258,7 +260,8 @@ PRESETS: dict[str, Preset] = {
             "buffer.order = 'window', buffer.window = 0.5": "its windowed sampler",
         },
         differs="NeMo-RL merges a LoRA adapter before it sends weights; Headrace sends the adapter alone. Colocated, it sends "
-        "them by CUDA IPC, as sync.transport = 'auto' does.",
+        "them by CUDA IPC, as sync.transport = 'auto' does. Its weight-FIFO sampler, which takes all groups that one version "
+        "began before those of the next, has no setting here.",
     ),
     "prime-rl": Preset(
         orchestration="processes, files, HTTP",
@@ -269,12 +272,15 @@ PRESETS: dict[str, Preset] = {
             "staleness.gate": _GATE,
             "staleness.reject": ("oldest", "older than max_lag, time in the queue included"),
             "staleness.rejected": _REFILL,
-            "staleness.correct": ("trust_region", "tokens whose squared log ratio is too large are masked"),
+            "train.loss": ("dppo", "its default loss: importance weights, and a penalty on the squared log ratio"),
+            "train.constants.mask": (0.2, "tokens whose probability has moved further the way they are pushed are masked"),
+            "train.constants.tau": (1e-3, "of the penalty"),
             "partial.interrupt": _KEEP,
             "partial.cancel": ("over_age", "groups that are too old are cancelled while they run"),
             "sync.transport": _FILES,
         },
-        differs="prime-rl gates by max_async_level, apart from max_off_policy_steps; here both are staleness.max_lag.",
+        differs="prime-rl gates by max_async_level, apart from max_off_policy_steps, and bounds its buffer; here "
+        "staleness.max_lag is both, and the gate alone bounds what waits.",
     ),
     "atropos": Preset(
         orchestration="HTTP services",
@@ -307,7 +313,10 @@ PRESETS: dict[str, Preset] = {
             "partial.interrupt": _DRAIN,
             "sync.transport": _COLLECTIVE,
         },
-        advice={"reward.processes = 1": "the reward oracle as a process of its own; needs a reward that can be imported"},
+        advice={
+            'reward.functions = "headrace.score:judge"': "the reward oracle as a service, at reward.options.judge.url",
+            "reward.processes = 1": "an oracle in a process of its own instead; needs a reward that can be imported",
+        },
         differs="Oat's oracle is a Mosec server that learners of several machines share; a reward over HTTP does the same here "
         "(docs/rewards.md). It sends tensor by tensor, Headrace in buckets.",
     ),

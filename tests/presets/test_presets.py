@@ -59,7 +59,7 @@ def test_every_preset_parses_with_the_quickstart(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("placement", [{"orchestrate": "ray"}, {"orchestrate": "local", "cluster.trainer_joins": True}])
-def test_every_preset_runs_on_hosts_that_join(name: str, placement: dict[str, object]) -> None:
+def test_every_preset_parses_on_ray_and_with_hosts_that_join(name: str, placement: dict[str, object]) -> None:
     """Weights reach other hosts over HTTP; all else is the preset's."""
     recipe = load_recipe(QUICKSTART, {"preset": name, "cluster.listen": "127.0.0.1:0", **placement})
     has = flatten(to_dict(recipe))

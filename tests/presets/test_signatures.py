@@ -15,11 +15,14 @@ import pytest
 from families import make
 from watched import GROUPS, SIBLINGS, Watched, has_resumed, run_preset, simulate, versions_of
 
+from headrace.bench.emulated import emulate
+from headrace.bench.emulated_load import Load
+from headrace.engine import EnginePool
 from headrace.engine.native.core import EngineCore
 from headrace.envs import PushedEnvironment
 from headrace.model import build_tokenizer
+from headrace.run.policy import PolicyState
 from headrace.run.state import Run
-from headrace.trainer import DeviceTrainer
 from headrace.trainer.local import LocalTrainer
 
 if TYPE_CHECKING:
@@ -27,6 +30,37 @@ if TYPE_CHECKING:
 
 TOKEN = "0123456789abcdef"
 """Of what pushes to a run."""
+AT_AN_UPDATE = {
+    "drain": ("trl", "verifiers-rl", "atropos", "oat"),
+    "keep": ("trl-async", "open-instruct", "tunix", "skyrl", "nemo-rl", "prime-rl", "torchforge", "openrlhf"),
+    "abort": ("verl", "areal", "roll"),
+}
+"""The other presets have a test of their own for it."""
+
+
+@pytest.fixture
+def retracted(monkeypatch) -> list[int]:
+    """How many rollouts were running, each time that the engine dropped its KV cache."""
+    retract, counts = EngineCore.retract_running, []
+    monkeypatch.setattr(EngineCore, "retract_running", lambda self: (counts.append(self.num_running), retract(self))[1])
+    return counts
+
+
+@pytest.mark.parametrize(("does", "name"), [(does, name) for does, names in AT_AN_UPDATE.items() for name in names])
+def test_an_update_drains_keeps_or_aborts_what_is_in_flight(does, name, tmp_path, monkeypatch, retracted):
+    """With room for five batches, so that rollouts are in flight at every update."""
+    room = {"staleness": {"max_lag": 4}, "buffer": {"kind": "stream", "depth": 0, "order": "completion", "window": 0.0}}
+    watched = run_preset(name, tmp_path, monkeypatch, steps=6, **room)
+    assert max(watched.lags) >= 4 and bool(watched.spanning) == (does != "drain"), "drained ones have one version"
+    assert {has_resumed(rollout) for rollout in watched.spanning} <= {does == "abort"}, "one call, or more after an abort"
+    assert not any(retracted)
+
+
+@pytest.mark.parametrize("name", ["trl-async", "art", "roll", "torchforge"])
+def test_groups_are_as_old_as_the_version_they_began_with(name, monkeypatch):
+    """Not as their oldest trained token: here only the last of a rollout is trained."""
+    watched = simulate(name, monkeypatch, staleness={"max_lag": 1}, last_only=True)
+    assert max(watched.lags) == 1 and any(reason.startswith("rejected: lag") for reason in watched.reasons)
 
 
 def test_trl_trains_on_policy_and_nothing_is_in_flight_meanwhile(tmp_path, monkeypatch):
@@ -39,15 +73,13 @@ def test_trl_trains_on_policy_and_nothing_is_in_flight_meanwhile(tmp_path, monke
     monkeypatch.setattr(Run, "start_leg", lambda self, tasks: (runs.append(self), start(self, tasks))[1])
     monkeypatch.setattr(LocalTrainer, "step", stepping)
     watched = run_preset("trl", tmp_path, monkeypatch, steps=4)
-    assert set(watched.lags) == {0} and in_flight == [0] * 4 and not watched.spanning
+    assert set(watched.lags) == {0} and in_flight == [0] * 4
     assert watched.counts["trained"] == watched.counts["submitted"]
 
 
-def test_trl_async_bounds_the_samples_in_flight_and_drops_by_the_version_they_began_with(monkeypatch):
+def test_trl_async_bounds_the_samples_in_flight(monkeypatch):
     watched = simulate("trl-async", monkeypatch)
     assert max(each.unfinished for each in watched.submissions) == 4 * GROUPS * SIBLINGS, "max_staleness × batch samples"
-    watched = simulate("trl-async", monkeypatch, staleness={"max_lag": 1})
-    assert watched.reasons["rejected: lag"] > 0 and max(watched.lags) == 1
 
 
 def test_verl_trains_mini_batches_from_a_stream_and_refills_one_for_one(monkeypatch):
@@ -72,16 +104,53 @@ def test_art_holds_each_rollout_to_the_version_it_began_with(tmp_path, monkeypat
     assert all(len(versions_of(rollout)) == 1 and len(rollout.calls) == 1 for _, rollout in watched.trained)
 
 
+def test_art_tunes_how_far_it_runs_ahead_and_resizes_its_queue(monkeypatch):
+    submit, seen = PolicyState.submit, set()
+
+    def submitting(policy, task, **options):
+        seen.add((policy.gate.depth, policy.buffer.capacity()))
+        return submit(policy, task, **options)
+
+    monkeypatch.setattr(PolicyState, "submit", submitting)
+    sizes = {
+        "engines": 2,
+        "slots": 32,
+        "groups_per_batch": GROUPS,
+        "group_size": SIBLINGS,
+        "mean_tokens": 64,
+        "max_tokens": 256,
+    }
+    emulate(
+        Load(name="few", sigma=0.5, training=1.05, warm_versions=4, versions=20, last_versions=2, **sizes), {"preset": "art"}
+    )
+    assert len(seen) > 1 and max(depth for depth, _ in seen) == 4, "up to its max_steps_off_policy"
+    assert all(capacity == depth * GROUPS for depth, capacity in seen)
+
+
 def test_slime_stops_when_a_batch_is_whole_and_recycles_the_partials(tmp_path, monkeypatch):
     watched = run_preset("slime", tmp_path, monkeypatch)
+    assert_tis_and_opsm(watched)
     assert max(each.running + each.waiting for each in watched.submissions) == 2 * GROUPS, "twice what a batch needs"
     assert watched.spanning and all(map(has_resumed, watched.spanning)) and not watched.reasons, "no partial is lost"
 
 
-def test_miles_retracts_and_counts_samples(tmp_path, monkeypatch):
-    retract, retracted = EngineCore.retract_running, []
-    monkeypatch.setattr(EngineCore, "retract_running", lambda self: (retracted.append(self.num_running), retract(self))[1])
+def assert_tis_and_opsm(watched: Watched) -> None:
+    """Both were applied: importance weights, and a mask that left something out."""
+    assert any(abs(row["train/correction_tis"] - 1) > 1e-4 for row in watched.metrics)
+    assert min(row["train/correction_opsm"] for row in watched.metrics) < 1
+
+
+def test_slime_leaves_deltas_on_disk(tmp_path, monkeypatch):
+    load, updates = EnginePool.load, []
+    monkeypatch.setattr(EnginePool, "load", lambda self, update, **how: (updates.append(update), load(self, update, **how))[1])
+    run_preset("slime", tmp_path, monkeypatch, orchestrate="local", steps=2)
+    assert {part.transport for update in updates for part in update.parts} == {"files"}
+    assert [update.base_version for update in updates] == [None, 0, 1], "after the first, only what changed"
+
+
+def test_miles_retracts_and_counts_samples(tmp_path, monkeypatch, retracted):
     watched = run_preset("miles", tmp_path, monkeypatch)
+    assert_tis_and_opsm(watched)
     assert any(retracted) and watched.spanning and not any(map(has_resumed, watched.spanning)), "no call ends"
     watched = simulate("miles", monkeypatch, staleness={"max_lag": 1}, buffer={"depth": 1})
     assert max(each.unfinished for each in watched.submissions) == 2 * GROUPS * SIBLINGS
@@ -92,14 +161,10 @@ def test_miles_retracts_and_counts_samples(tmp_path, monkeypatch):
 def test_miles_replays_the_routing_that_the_engine_recorded(tmp_path, monkeypatch):
     make("qwen3_moe", vocab_size=len(build_tokenizer()), max_position_embeddings=128).save_pretrained(tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")
-    forward, seen = DeviceTrainer.forward_backward, []
-    monkeypatch.setattr(
-        DeviceTrainer, "forward_backward", lambda self, *given, **how: (seen.append(forward(self, *given, **how)), seen[-1])[1]
-    )
     model = {"path": str(tmp_path / "model")}
     watched = run_preset("miles", tmp_path / "run", monkeypatch, steps=2, model=model, engine={"record_routing": True})
     assert all(rollout.expert_routing is not None for _, rollout in watched.trained)
-    assert all("routing_differs" in metrics for metrics in seen) and seen, "the trainer was made to use it"
+    assert all("train/routing_differs" in row for row in watched.metrics), "the trainer was made to use it"
 
 
 def test_areal_never_exceeds_its_capacity_under_load(monkeypatch):
@@ -114,7 +179,7 @@ def test_areal_never_exceeds_its_capacity_under_load(monkeypatch):
 def test_verifiers_rl_trains_one_batch_behind_in_order(tmp_path, monkeypatch):
     watched = run_preset("verifiers-rl", tmp_path, monkeypatch, steps=5)
     assert watched.batches == [list(range(GROUPS * step, GROUPS * (step + 1))) for step in range(5)]
-    assert max(watched.lags) == 1 and not watched.spanning and not watched.reasons
+    assert max(watched.lags) == 1 and not watched.reasons
 
 
 def test_open_instruct_tops_up_after_filtering(monkeypatch):
@@ -174,7 +239,13 @@ def test_nemo_rl_reserves_a_place_when_it_submits_and_commits_in_order(monkeypat
 def test_prime_rl_cancels_over_age_groups_while_they_run(tmp_path, monkeypatch):
     watched = run_preset("prime-rl", tmp_path, monkeypatch, staleness={"max_lag": 1})
     assert watched.reasons["rejected: lag, cancelled in flight"] > 0 and max(watched.lags) <= 1
-    assert watched.spanning and not any(map(has_resumed, watched.spanning)), "the others go on over the update"
+
+
+def test_prime_rl_masks_tokens_by_its_own_loss(tmp_path, monkeypatch):
+    moving = {"learning_rate": 0.03, "constants": {"mask": 0.01}}
+    watched = run_preset("prime-rl", tmp_path, monkeypatch, steps=6, train=moving)
+    assert max(row["train/masked"] for row in watched.metrics) > 0, "those that have moved too far the way they are pushed"
+    assert all(row["train/correction"] == 1 and "train/clipped" not in row for row in watched.metrics), "no other correction"
 
 
 def push_groups(environment: PushedEnvironment, prompt: list[int], pushed: list[list[int]], is_over: threading.Event) -> None:
@@ -214,7 +285,11 @@ def test_atropos_trains_groups_that_environments_push(tmp_path, monkeypatch):
     for thread in pushing:
         thread.join(60)
     assert all(rollout.token_ids.tolist() in pushed for _, rollout in watched.trained), "what was pushed is what is trained"
-    assert max(each.ahead for each in watched.submissions) == 3 * GROUPS, "the ceiling: no place beyond the buffered batches"
+
+
+def test_atropos_takes_no_more_groups_above_its_ceiling(monkeypatch):
+    watched = simulate("atropos", monkeypatch, staleness={"max_lag": 8})  # the gate alone would let nine batches in
+    assert GROUPS <= max(each.waiting for each in watched.submissions) < 2 * GROUPS, "no place is opened above two batches"
 
 
 @contextlib.contextmanager
@@ -251,7 +326,7 @@ def test_oat_asks_a_reward_oracle_that_is_a_service(tmp_path, monkeypatch):
         watched = run_preset("oat", tmp_path, monkeypatch, reward=reward, steps=4)
     assert len(asked) >= watched.counts["trained"] == 4 * GROUPS * SIBLINGS
     assert len({rollout.reward for _, rollout in watched.trained}) > 1, "what it answers is the reward"
-    assert max(watched.lags) == 1 and not watched.spanning, "one batch ahead, drained at the update"
+    assert max(watched.lags) == 1, "one batch ahead"
 
 
 def test_torchforge_lets_groups_leave_only_from_the_window(monkeypatch):
@@ -288,13 +363,15 @@ def test_pipelinerl_changes_versions_inside_a_rollout_without_a_pause(tmp_path, 
 
 
 def test_pipelinerl_never_stops_generating_for_a_slow_trainer(monkeypatch):
-    watched = simulate("pipelinerl", monkeypatch, step_turns=60, steps=10)
+    watched = simulate("pipelinerl", monkeypatch, step_turns=60, steps=10, staleness={"max_lag": 2})
     assert watched.reasons.keys() == {"rejected: overwritten"}, "the oldest make room for the newest"
     assert max(each.waiting for each in watched.submissions) == 2 * GROUPS
-    assert max(each.ahead for each in watched.submissions) > 5 * GROUPS, "nothing counts how far it is ahead"
+    assert max(each.ahead for each in watched.submissions) > 5 * GROUPS, "a gate would let three batches in"
 
 
 def test_openrlhf_keeps_a_queue_of_one_batch_and_drops_nothing(monkeypatch):
     watched = simulate("openrlhf", monkeypatch)
     assert max(each.ahead for each in watched.submissions) == 2 * GROUPS, "the batch being trained and one in the queue"
-    assert watched.spanning and not watched.reasons
+    watched = simulate("openrlhf", monkeypatch, staleness={"max_lag": 4})  # the gate alone would let five batches in
+    assert max(each.waiting for each in watched.submissions) < GROUPS, "nothing is submitted while a batch waits"
+    assert not watched.reasons

@@ -4,6 +4,7 @@ one process; `simulate` runs the real loops over an engine and a trainer that on
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,8 @@ class Watched:
     counts: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     """Rollouts that were not trained, by why."""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """Of each version of a real run."""
 
     @property
     def spanning(self) -> list[Rollout]:
@@ -157,6 +160,8 @@ def run_preset(
         result: RunResult = small_run(folder, **{"held_out": None, **_settings(name, changes)})
     summary = result.summary
     watched.counts, watched.reasons = summary["accounting"], summary["dropped_because"]
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    watched.metrics = [row for row in rows if "train/loss" in row]
     watched.trained = [
         (step - 1, rollout) for step in range(1, summary["version"] + 1) for rollout in read_rollouts(folder, step)[1]
     ]
@@ -165,10 +170,12 @@ def run_preset(
 
 
 class TailEngine(InstantEngine):
-    """Samples a token of every rollout in each turn of the event loop. Most rollouts are short, a few are long."""
+    """Samples a token of every rollout in each turn of the event loop. Most rollouts are short, a few are long. `last_only`:
+    only the last token of each is trained."""
 
-    def __init__(self, *, longest: int) -> None:
+    def __init__(self, *, longest: int, last_only: bool) -> None:
         super().__init__()
+        self._last_only = last_only
         self._random, self._longest = np.random.default_rng(0), longest
         self._started: dict[str, tuple[Rollout, list[int]]] = {}
 
@@ -183,7 +190,8 @@ class TailEngine(InstantEngine):
         finally:
             del self._started[rollout.id]
         token_ids = np.full(count, 10 + count % 7)
-        return finished(rollout, token_ids, version=versions, lineage=self._lineage, sampling=sampling)
+        done = finished(rollout, token_ids, version=versions, lineage=self._lineage, sampling=sampling)
+        return done.replace(loss_mask=np.arange(len(done)) == len(done) - 1) if self._last_only else done
 
     async def in_flight(self) -> list[InFlight]:
         def known(rollout: Rollout, versions: list[int]) -> InFlight:
@@ -212,6 +220,7 @@ def simulate(
     *,
     reward: Callable[..., float] = length_reward,
     step_turns: int = 10,
+    last_only: bool = False,
     **changes: Any,
 ) -> Watched:
     """Run the loops with the preset's settings and `changes`, without a model."""
@@ -220,7 +229,8 @@ def simulate(
     watched, lineage = Watched(), Lineage.new()
     trainer = TurnsTrainer(lineage, turns=step_turns)
     prompts = [str(number) for number in range(2000)]
-    roles = make_roles(recipe, TailEngine(longest=recipe.sampling.max_tokens), trainer, reward=reward, prompts=prompts)
+    engine = TailEngine(longest=recipe.sampling.max_tokens, last_only=last_only)
+    roles = make_roles(recipe, engine, trainer, reward=reward, prompts=prompts)
 
     async def after_version(policy: PolicyState) -> None: ...
 
