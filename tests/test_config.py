@@ -321,6 +321,36 @@ def test_every_section_is_documented() -> None:
         ({"staleness.gate": True}, "staleness.gate = True: must be one of 'depth', 'slots', 'none'"),
         ({"staleness.slots": 0.01}, "staleness.slots = 0.01: no group has room in that share of a batch of 32"),
         ({"staleness": {"reject": "never", "rejected": "retry"}}, "staleness.rejected = 'retry': nothing is rejected"),
+        ({"staleness": {"reject": "never", "rejected": "wait"}}, "staleness.rejected = 'wait': nothing is rejected"),
+        ({"staleness": {"gate": "slots", "rejected": "wait"}}, "staleness.rejected = 'wait': with gate = 'slots' more groups"),
+        (
+            {"partial.oversample": 1.5, "staleness.rejected": "wait"},
+            "staleness.rejected = 'wait': with partial.oversample = 1.5 more groups",
+        ),
+        (
+            {"buffer.unit": "episode", "train.advantage": "global", "staleness.rejected": "wait"},
+            "staleness.rejected = 'wait': with buffer.unit = 'episode' lost episodes are replaced by whole groups",
+        ),
+        (
+            {"buffer.order": "submission", "staleness.rejected": "wait"},
+            "staleness.rejected = 'wait': with buffer.order = 'submission' the trainer",
+        ),
+        (
+            {"buffer.order": "window", "staleness.rejected": "wait"},
+            "staleness.rejected = 'wait': with buffer.order = 'window' the trainer",
+        ),
+        (
+            {"exact": True, "staleness": {"max_lag": 1, "rejected": "wait"}},
+            "staleness.rejected = 'wait': with exact = true the trainer waits for",
+        ),
+        (
+            {"buffer": {"kind": "ring", "depth": 1}, "staleness.rejected": "wait"},
+            "staleness.rejected = 'wait': buffer.kind = 'ring' drops what",
+        ),
+        (
+            {"partial.cancel": "over_age", "staleness.rejected": "wait"},
+            "staleness.rejected = 'wait': no group grows too old to be cancelled",
+        ),
         ({"exact": True, "buffer.kind": "stream", "staleness.gate": "none"}, "staleness.gate = 'none': exact = true needs"),
         ({"sampling.max_tokens": 64, "model.context": 64}, "sampling.max_tokens = 64: leaves no room for a prompt"),
         ({"partial.oversample": 0.9}, "partial.oversample = 0.9: must be a number ≥ 1"),
@@ -537,6 +567,8 @@ def test_the_derivation_counts() -> None:
     ]
     with pytest.raises(ConfigError, match="DPO learns from pairs"):
         make_recipe({"algorithm": "dpo"})
+    with pytest.raises(ConfigError, match=r"'sample': must be one of 'group', 'episode'; all rollouts of an episode"):
+        make_recipe({"buffer.unit": "sample"})
     ungated = "\n".join(make_recipe({"staleness": {"gate": "none", "reject": "never"}}).derivation())
     assert "gate       none" in ungated and "stream: 8 GB wait at most" in ungated
 

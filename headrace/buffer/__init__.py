@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         check_buffer,
         describe_buffer,
         is_in_submission_order,
+        is_ordered,
         make_buffer,
         needs_gate,
         open_journal,

@@ -139,6 +139,11 @@ def is_in_submission_order(recipe: Recipe) -> bool:
     return recipe.exact or recipe.buffer.order == "submission"
 
 
+def is_ordered(recipe: Recipe) -> bool:
+    """Whether the order of submission, strict or in a window, says which groups have to wait for those in flight."""
+    return recipe.buffer.order == "window" or is_in_submission_order(recipe)
+
+
 def units_per_group(recipe: Recipe) -> int:
     """Into how many parts, each with a number of its own, a group is split when it enters the buffer."""
     return recipe.train.group_size if recipe.buffer.is_by_episode else 1
@@ -161,14 +166,15 @@ def buffer_capacity(recipe: Recipe, *, slots: Count) -> int | Count | None:
 def make_buffer(
     recipe: Recipe,
     *,
-    oldest_in_flight: Count,
+    waits_for: Count,
     num_in_flight: Callable[[], int],
     slots: Count,
     journal: Journal | None = None,
     on_room: Callable[[], None] = lambda: None,
 ) -> GroupBuffer:
-    """An empty buffer of the recipe's kind. `oldest_in_flight` tells the number of the oldest group in flight, and the next how
-    many are; `slots` as for `buffer_capacity`, and the others as for `GroupBuffer`."""
+    """An empty buffer of the recipe's kind. `waits_for` tells the number of the oldest group in flight or, with
+    `staleness.rejected = "wait"`, of the first that the next batch has to wait for; `num_in_flight` how many are; `slots` as
+    for `buffer_capacity`, and the others as for `GroupBuffer`."""
     from headrace.buffer.groups import GroupBuffer
 
     policy, units, settings = buffer_policy(recipe), units_per_group(recipe), recipe.buffer
@@ -177,7 +183,7 @@ def make_buffer(
         batch=recipe.train.groups_per_batch * units,
         capacity=buffer_capacity(recipe, slots=slots),
         max_bytes=int(settings.max_gb * 1e9),
-        waits_for=oldest_in_flight if is_windowed or is_in_submission_order(recipe) else None,
+        waits_for=waits_for if is_ordered(recipe) or recipe.staleness.waits else None,
         window=(lambda: settings.window_of(units * (slots() or 0))) if is_windowed else lambda: 1,
         num_reserved=num_in_flight if policy.reserves else int,
         overwrites=policy.overwrites,

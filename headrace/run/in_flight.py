@@ -54,6 +54,8 @@ class GroupInFlight:
     number: int
     """Its place in the policy's order of submission."""
     task: Task
+    held_version: int = 0
+    """What every engine held when it was submitted: none of its tokens is older."""
     episodes: list[EpisodeInFlight] = field(default_factory=list)
     """With `buffer.unit = "episode"`, without those that are in the buffer already."""
     rewards: list[float] = field(default_factory=list)

@@ -45,8 +45,6 @@ class PolicyState(PolicyGroups):
         self._reward_weights = roles.scorer.weights
         rollouts = tuple(rollout.replace(policy=name) for rollout in roles.canary.rollouts)
         self.canary = dataclasses.replace(roles.canary, rollouts=rollouts)
-        self.version = 0
-        """The newest trained version."""
         self.publication: asyncio.Task[None] | None = None
         """The delivery of the newest version to the engines."""
         self.sync_metrics: dict[str, float] = {"canary": 0.0, "failed_syncs": 0}
@@ -72,6 +70,7 @@ class PolicyState(PolicyGroups):
         self.filtered = []
         weights = next((ahead.following for ahead in reversed(self.started) if ahead.following), self.term_weights)
         self.started.append(started)
+        self.buffer.update()  # with `staleness.rejected = "wait"`, the next may have to wait for others
         self._room.set()
         if not await self._load(started):
             return None
@@ -155,6 +154,7 @@ class PolicyState(PolicyGroups):
             "submitted_groups": self.submitted_groups,
             "dropped_groups": self._num_dropped,
             "in_flight": [[group.number, *dataclasses.astuple(group.task)] for group in self.in_flight.groups.values()],
+            "held_at_submission": {str(group.number): group.held_version for group in self.in_flight.groups.values()},
             "retries": self.retries.state(),
             "siblings": {
                 str(group.number): [[record.index for record in group.episodes], group.rewards]
@@ -179,10 +179,11 @@ class PolicyState(PolicyGroups):
         self.ledger.restore(manifest["ledger"])
         await self.recovered.find()
         waiting = list[GroupInFlight]()
+        held = manifest.get("held_at_submission", {})
         for number, *task in manifest["in_flight"]:  # before what is buffered, which may have to wait for it
             indexes, rewards = manifest.get("siblings", {}).get(str(number), (None, []))
             waiting.append(self._add_group(number, Task(*task), indexes=indexes))
-            waiting[-1].rewards = rewards
+            waiting[-1].rewards, waiting[-1].held_version = rewards, held.get(str(number), 0)
         for group in checkpoint.buffered():
             if not group.episodes:
                 self._lose(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from typing import TYPE_CHECKING
@@ -47,6 +48,8 @@ class PolicyGroups:
         """`room` wakes `feed` when it may be able to submit again."""
         self.name, self.recipe, self.lineage = name, recipe, lineage
         self._room, self._tasks = room, roles.tasks
+        self.version = 0
+        """The newest trained version."""
         self.held_version = 0
         """The newest version held by every engine; the gate counts from it."""
         self.started: list[StartedBatch] = []
@@ -61,7 +64,7 @@ class PolicyGroups:
         self.in_flight = InFlightTable(roles.engine, keeps_turns=can_resume(roles.environment), units=self._units)
         self.buffer = make_buffer(
             recipe,
-            oldest_in_flight=lambda: self.in_flight.oldest,
+            waits_for=self._waits_for,
             num_in_flight=lambda: self.in_flight.num_units,
             slots=self._gate_slots,
             journal=open_journal(recipe, observer.folder, say=observer.screen.say),
@@ -96,6 +99,17 @@ class PolicyGroups:
     def dropped_groups(self) -> int:
         """Groups that will never be trained. Episodes lost one by one are rounded up to groups, or a batch might stay short."""
         return -(-self._num_dropped // self._units)
+
+    def _waits_for(self) -> int | None:
+        """Number of the oldest group in flight or, with `staleness.rejected = "wait"`, of the first that must be complete
+        before the next batch is taken. If that left those in flight behind, a batch of them would be trained at the version
+        after it at the earliest, the next one version later, and so on; the first of a batch has held the oldest version."""
+        if not self.recipe.staleness.waits:
+            return self.in_flight.oldest
+        following, max_lag = self.version + len(self.started) + 1, self.rejection.max_lag
+        groups = itertools.islice(self.in_flight.groups.values(), 0, None, self.recipe.train.groups_per_batch)
+        late = (group.number for at, group in enumerate(groups, following) if at - group.held_version > max_lag)
+        return next(late, None)
 
     def _gate_slots(self) -> int | None:
         """Groups that the gate lets be submitted and untrained at the moment, less `partial.oversample`'s; None: no gate."""
@@ -176,7 +190,7 @@ class PolicyGroups:
 
     def _add_group(self, number: int, task: Task, *, indexes: Iterable[int] | None = None) -> GroupInFlight:
         name = f"g{number}" if self.name == POLICY else f"{self.name}.g{number}"  # seeds derive from it
-        group = GroupInFlight(self.name, name, number, task)
+        group = GroupInFlight(self.name, name, number, task, held_version=self.held_version)
         self.in_flight.add(group, indexes=range(self.recipe.train.group_size) if indexes is None else indexes)
         return group
 

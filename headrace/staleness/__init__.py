@@ -4,7 +4,8 @@
   engines hold version floor(n / B) − d; if groups are trained in the order they were submitted, group n is trained at version
   floor(n / B), so none of its tokens lags more than d. One number instead of checks per sample.
 - A `Rejection` drops a group that is older than `max_lag`, or sampled by weights that a restart discarded. It makes the
-  bound hard where groups are trained in the order they finish.
+  bound hard where groups are trained in the order they finish; with `rejected = "wait"` the trainer waits before it comes to
+  that.
 - `corrections_of` names the corrections that weight each token by how likely the newer policy is to sample it, or mask
   tokens that are too far off; the corrections themselves are in `headrace.algorithms`.
 """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from headrace.algorithms import correction_traits, loss_traits
+from headrace.buffer import buffer_policy, is_ordered
 from headrace.settings import ConfigError, check
 from headrace.staleness.gate import GATES
 from headrace.staleness.reject import RULES
@@ -43,8 +44,9 @@ class StalenessSettings:
     """Which groups are dropped when a batch is made: those that lag more than max_lag by their `oldest` trained token, by their
     `first` sampled token, or by the versions that passed while they were `in_flight`, without their time in the queue;
     `never`: none."""
-    rejected: Literal["refill", "retry"] = "refill"
-    """What is submitted in place of a rejected group: another task, or the same again, up to three times in all."""
+    rejected: Literal["refill", "retry", "wait"] = "refill"
+    """What is submitted in place of a rejected group: another task, or the same again, up to three times in all. `wait`: no
+    group becomes too old: the trainer waits for those in flight that would, if it took its next batch without them."""
     correct: tuple[
         Literal[
             "none",
@@ -125,6 +127,11 @@ class StalenessSettings:
         return self.rejected == "retry"
 
     @property
+    def waits(self) -> bool:
+        """Whether the trainer waits for groups in flight before they are too old."""
+        return self.rejected == "wait"
+
+    @property
     def is_bounded(self) -> bool:
         """Whether anything bounds the lag of what is trained."""
         return self.is_gated or self.rejects
@@ -150,13 +157,35 @@ def check_staleness(recipe: Recipe) -> None:
         )
     if staleness.slots * groups < 1:
         raise ConfigError(f"staleness.slots = {staleness.slots:g}: no group has room in that share of a batch of {groups}")
+    given = f"staleness.rejected = '{staleness.rejected}'"
     if staleness.retries and recipe.buffer.is_by_episode:
-        given = f"staleness.rejected = '{staleness.rejected}'"
         raise ConfigError(f"{given}: a task is submitted as a group; set buffer.unit = 'group', or rejected = 'refill'")
-    if staleness.retries and not staleness.rejects:
+    if staleness.rejected != "refill" and not staleness.rejects:
+        raise ConfigError(f"{given}: nothing is rejected with reject = '{staleness.reject}'")
+    if staleness.waits:
+        _check_waiting(recipe, given)
+
+
+def _check_waiting(recipe: Recipe, given: str) -> None:
+    """Refuse `rejected = "wait"` where it would change nothing, or where waiting would not be enough."""
+    gate, extra = recipe.staleness.gate, recipe.partial.oversample
+    too_many = "more groups run ahead than can be trained within max_lag, however long the trainer waits"
+    if not recipe.staleness.is_gated:
+        raise ConfigError(f"{given}: with gate = '{gate}' {too_many}; set it to 'depth'")
+    if extra > 1:
+        raise ConfigError(f"{given}: with partial.oversample = {extra:g} {too_many}; set it to 1")
+    if recipe.buffer.is_by_episode:
         raise ConfigError(
-            f"staleness.rejected = '{staleness.rejected}': nothing is rejected with reject = '{staleness.reject}'"
+            f"{given}: with buffer.unit = 'episode' lost episodes are replaced by whole groups, so that {too_many}; set it to "
+            f"'group'"
         )
+    if is_ordered(recipe):
+        order = "exact = true" if recipe.exact else f"buffer.order = '{recipe.buffer.order}'"
+        raise ConfigError(f"{given}: with {order} the trainer waits for other groups; set it to 'refill'")
+    if buffer_policy(recipe).overwrites:
+        raise ConfigError(f"{given}: buffer.kind = '{recipe.buffer.kind}' drops what the trainer would wait for; set another")
+    if recipe.partial.cancels:
+        raise ConfigError(f"{given}: no group grows too old to be cancelled; set partial.cancel = 'never'")
 
 
 def corrections_of(recipe: Recipe) -> dict[str, dict[str, float]]:

@@ -240,7 +240,7 @@ def test_a_kind_of_buffer_is_a_line_in_the_table(monkeypatch) -> None:
     monkeypatch.setitem(kinds.POLICIES, "hoard", kinds.BufferPolicy("hoard", max_batches=3))
     recipe = make_recipe({"train.batch": 4, "train.group_size": 2, "staleness.max_lag": 2})
     chosen = dataclasses.replace(recipe, buffer=dataclasses.replace(recipe.buffer, kind="hoard"))
-    buffer = kinds.make_buffer(chosen, oldest_in_flight=lambda: None, num_in_flight=int, slots=lambda: None)
+    buffer = kinds.make_buffer(chosen, waits_for=lambda: None, num_in_flight=int, slots=lambda: None)
     fill(buffer, *range(5))
     assert not buffer.is_full
     fill(buffer, 5)

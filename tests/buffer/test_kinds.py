@@ -54,7 +54,7 @@ class Model:
         self.gate = make_gate(self.recipe)
         self.buffer = make_buffer(
             self.recipe,
-            oldest_in_flight=lambda: min(self.in_flight, default=None),
+            waits_for=lambda: min(self.in_flight, default=None),
             num_in_flight=lambda: len(self.in_flight),
             slots=self.slots,
         )
@@ -198,7 +198,7 @@ def test_a_resizable_buffer_follows_the_gate() -> None:
         {"buffer.kind": "resizable", "train": {"batch": 8, "group_size": 2}, "staleness.max_lag": 3}, random.Random(0)
     )
     slots = {"now": 16}
-    buffer = make_buffer(model.recipe, oldest_in_flight=lambda: None, num_in_flight=int, slots=lambda: slots["now"])
+    buffer = make_buffer(model.recipe, waits_for=lambda: None, num_in_flight=int, slots=lambda: slots["now"])
     for number in range(12):
         assert not buffer.is_full
         buffer.put(one(number))
@@ -216,7 +216,7 @@ def test_a_resizable_buffer_follows_the_gate() -> None:
 def test_a_window_follows_the_gate() -> None:
     settings = {"buffer": {"order": "window", "window": 1.0}, "train": {"batch": 8, "group_size": 2}, "staleness.max_lag": 3}
     recipe, slots = make_recipe(settings), {"now": 16}
-    buffer = make_buffer(recipe, oldest_in_flight=lambda: 0, num_in_flight=int, slots=lambda: slots["now"])
+    buffer = make_buffer(recipe, waits_for=lambda: 0, num_in_flight=int, slots=lambda: slots["now"])
     for number in range(6, 10):
         buffer.put(one(number))
     assert buffer.ready.is_set(), "all are less than 16 after the oldest in flight"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers import length_reward
+from stubbed import make_roles
 
 from headrace.bench.stubs import InstantEngine, StubTrainer, answer
 from headrace.buffer import Group
@@ -307,3 +308,23 @@ def test_after_a_resume_what_waits_in_order_waits_for_older_groups_in_flight(ord
     saved = SimpleNamespace(manifest=manifest, folder=Path(), version=0, buffered=lambda: iter(younger), in_flight=list)
     asyncio.run(policy.restore(saved))  # type: ignore[arg-type]
     assert policy.buffer.ready.is_set() == (order == "completion")
+
+
+@pytest.mark.parametrize("held", [2, 3])
+def test_after_a_resume_the_trainer_waits_for_what_was_submitted_too_long_ago(held: int) -> None:
+    """At version 3 with a lag of 1, what was submitted at version 2 has to be in the next batch."""
+    settings = {"staleness": {"max_lag": 1, "rejected": "wait"}, "train": {"batch": 4, "group_size": 2}, "steps": 9}
+    recipe = make_recipe({"orchestrate": "inline", **settings})
+    lineage = Lineage.new()
+    roles = make_roles(recipe, InstantEngine(tokens=1), StubTrainer(lineage), reward=length_reward, prompts=["0", "1"])
+
+    def policy() -> PolicyState:
+        return PolicyState(POLICY, recipe, roles, lineage=lineage, observer=Observer(), room=Signal())
+
+    before, after = policy(), policy()
+    before.version = before.held_version = held
+    before.submit(roles.tasks.next())
+    younger = [Group(number, (Episode(id=f"g{number}/0", group=f"g{number}", task={}),)) for number in (1, 2)]
+    saved = SimpleNamespace(manifest=before.state(), folder=Path(), version=3, buffered=lambda: iter(younger), in_flight=list)
+    asyncio.run(after.restore(saved))  # type: ignore[arg-type]
+    assert after.buffer.ready.is_set() == (held == 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from headrace.run.retries import MAX_SUBMISSIONS, Retries
 from headrace.staleness import LagController
 from headrace.staleness.lengths import LengthBias, Lengths
 from headrace.tasks import Task
+
+if TYPE_CHECKING:
+    from headrace.launch import RunResult
 
 LONG_TAIL = {
     **{"model": {"context": 128}, "sampling": {"max_tokens": 96}, "engine": {"slots": 24}, "held_out": None},
@@ -67,12 +71,26 @@ def test_every_rule_runs(tmp_path, rule: str) -> None:
         for rollout in read_rollouts(result.folder, step)[1]:
             versions = rollout.versions[rollout.is_sampled]
             assert versions.max() - versions.min() <= 1, "as old as may be when trained, but generated within two versions"
-    last = read_metrics(result.folder / "metrics.jsonl")[-1]
-    assert last["lengths/mean_ratio"] < 1.05 and last["lengths/trained_p90"] <= 1.05 * last["lengths/ended_p90"]
+    first, *_, last = read_metrics(result.folder / "metrics.jsonl")
+    check_lengths(first, last, result)
     assert last["staleness/depth"] == 1 and result.summary["staleness"] == {"max_lag": 1, "depth": 1, "why": ""}
 
 
 # Which lengths are trained
+
+
+def check_lengths(first: dict, last: dict, result: RunResult) -> None:
+    """At the end nothing is unfinished: what the engine sampled is what has ended, whether trained or rejected."""
+    tokens, counts = result.summary["tokens"], result.summary["accounting"]
+    trained = [rollout.num_sampled for step in range(1, 11) for rollout in read_rollouts(result.folder, step)[1]]
+    assert (
+        last["lengths/trained_mean"] == pytest.approx(np.mean(trained)) == pytest.approx(tokens["trained"] / counts["trained"])
+    )
+    assert last["lengths/ended_mean"] == pytest.approx(tokens["sampled"] / counts["submitted"])
+    assert last["lengths/mean_ratio"] == pytest.approx(np.mean(trained) * counts["submitted"] / tokens["sampled"])
+    assert last["lengths/trained_p90"] == pytest.approx(np.quantile(trained, 0.9), rel=0.03)
+    assert first["lengths/mean_ratio"] < 0.8, "the first version is of the shortest that have ended"
+    assert (last["lengths/mean_ratio"] < 0.98) == (counts["rejected"] > 0), "and rejection drops long ones"
 
 
 def test_lengths_are_known_to_two_percent() -> None:
