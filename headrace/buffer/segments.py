@@ -96,6 +96,7 @@ class Segments:
             file.flush()
         except OSError:
             self._file = None
+            self.mark()  # what is half written is the end of its segment: nothing is written behind it
             raise
         places = _places(block, list(map(len, members)))
         for place in places:

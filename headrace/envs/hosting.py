@@ -101,6 +101,11 @@ class HostedEnvironment:
             raise ConfigError(f"environment {name!r}: a {what} has no `async def run(task, client)`; see docs/environments.md")
         self.can_resume = can_resume(self._current)
 
+    @property
+    def push_counts(self) -> dict[str, int]:
+        """Of groups that are pushed to the environment, for metrics and summary."""
+        return getattr(self._current, "push_counts", {})
+
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
         current = self._current
         if current is None:

@@ -8,6 +8,7 @@ import asyncio
 import os
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,12 @@ class PushedEnvironment:
     @property
     def group_size(self) -> int:
         return self.client.group_size if self.client is not None else 0
+
+    @property
+    def push_counts(self) -> dict[str, int]:
+        """Pushes so far that were accepted, and that were refused, by reason."""
+        refused = sum((sender.refused for sender in self.senders), Counter[str]())
+        return {"accepted": self.num_accepted, **{f"refused/{reason}": count for reason, count in sorted(refused.items())}}
 
     @property
     def num_open(self) -> int:

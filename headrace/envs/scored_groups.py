@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 _UNTRAINED = -100
 """Where a mask has it, the token is not trained; elsewhere a mask repeats the token."""
+_LARGEST = 1e12
+"""Of scores: sums of squares stay finite in float32, so that no group can end a run."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("messages", "inference_logprobs", "generation_params"), (...,)),
     **dict.fromkeys(("advantages", "ref_logprobs", "overrides", "images"), ([],)),
@@ -136,8 +137,8 @@ def _read_group(body: Body) -> ScoredGroup:
             raise bad(name, f"has {len(values)} entries for {len(tokens)} sequences")
     found = []
     for index, (ids, mask, score) in enumerate(zip(tokens, masks, scores, strict=True)):
-        if not math.isfinite(check(score, float, f"scores[{index}]")):
-            raise bad(f"scores[{index}]", "must be finite")
+        if not abs(check(score, float, f"scores[{index}]")) <= _LARGEST:  # also not a number
+            raise bad(f"scores[{index}]", f"must be between -{_LARGEST:g} and {_LARGEST:g}")
         found.append(_read_sequence(ids, mask, float(score), index))
     digest = hashlib.sha256()
     for sequence in found:

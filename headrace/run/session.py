@@ -270,6 +270,7 @@ class Session:
             **({} if self.policy.trainer.is_inline else {"engines": len(held)}),
             **{f"held/{name}": newest for name, newest in held.items()},
             **{f"engine/turns_{name}": count for name, count in self.roles.turns().items()},
+            **{f"pushed/{name}": count for name, count in getattr(self.roles.environment, "push_counts", {}).items()},
             "engine/memory_peak": self.roles.engine_peak(),
             **trainer_metrics(started.seen, memory_peak=self.trainer_peak),
             **{f"rollouts/{name}": count for name, count in self.policy.ledger.counts().items()},

@@ -60,6 +60,7 @@ def summarize(session: Session, status: str, *, seconds: dict[str, float]) -> di
         "accounting": policy.ledger.counts(),
         "groups_from_journal": policy.recovered.num_used,
         "dropped_because": dict(policy.ledger.reasons),
+        "pushed": getattr(session.roles.environment, "push_counts", {}),
         "time_budget": budget,
         "occupancy": session.observer.occupancy,
         "bound_by": role,

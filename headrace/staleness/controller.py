@@ -182,7 +182,10 @@ class LagController:
             return False
         now, trial = _Window.of(self._seen), self._trial
         self._trial = None
-        if trial is not None and not trial.pays(now):
+        if trial is not None and not self._shares_device and _change(trial.seen.busy, now.busy) > _OTHER_RATES:
+            self._forget()  # not of the trial: how long training takes does not depend on the depth
+            self._seen.clear()
+        elif trial is not None and not trial.pays(now):
             self._undo(trial, now)
         elif self._settled is not None and _differ(self._settled, now):
             self._forget()
@@ -195,8 +198,10 @@ class LagController:
 
     def _is_hopeless(self, observation: Observation) -> bool:
         """Two versions of a trial in a row took so long that there is no need to measure more."""
-        trial = self._trial
-        is_slow = trial is not None and not trial.is_raise and observation.seconds > _HOPELESS * trial.seen.period
+        trial, is_slow = self._trial, False
+        if trial is not None and not trial.is_raise:
+            seconds = min(observation.seconds, trial.seen.busy + observation.waited)  # had training taken as long as before
+            is_slow = seconds > _HOPELESS * trial.seen.period
         self._slow = self._slow + 1 if is_slow else 0
         return self._slow == 2
 

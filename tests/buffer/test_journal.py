@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import json
+import resource
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +189,17 @@ def test_groups_that_are_loaded_and_put_back_stay_on_the_disk(tmp_path: Path, sa
     assert [group.loaded().episodes[0].task for group in buffer.groups()] == [{"n": 2}, {"n": 3}]
 
 
+@contextlib.contextmanager
+def full_after(num_bytes: int) -> Iterator[None]:
+    """Within it the system writes files up to that size: a write that would go beyond stops there, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def put(buffer: GroupBuffer, *numbers: int, **how: Any) -> None:
     for number in numbers:
         group = group_of(number, **how)
@@ -246,6 +259,37 @@ def test_without_room_on_the_disk_the_run_goes_on_in_memory(tmp_path: Path, said
     assert len(said) == 1 and "No space left on device" in said[0] and buffer.is_full
     loaded = [group for _ in range(3) for group in buffer.load(buffer.take())]
     assert [group.number for group in loaded if isinstance(group, Group)] == list(range(6))
+
+
+def test_a_write_that_stops_half_way_costs_a_killed_run_that_group_alone(tmp_path: Path, said: list[str]) -> None:
+    journal = open_journal(tmp_path / "j", said)
+    buffer = GroupBuffer(batch=2, capacity=None, max_bytes=2 * group_of(0).num_bytes, journal=journal)
+    put(buffer, 0, 1, 2)
+    with full_after(journal.num_bytes + 300):
+        put(buffer, 3)
+    put(buffer, 4)
+    assert len(said) == 1 and "File too large" in said[0] and "The run goes on without it" in said[0]
+    assert [path.stat().st_size for path in (tmp_path / "j").iterdir()] == [journal.num_bytes + 300]
+    other = open_journal(tmp_path / "j", said)
+    found = other.recover()
+    assert list(found) == [0, 1, 2] and "300 bytes" in said[1] and "the 3 groups before are intact" in said[1]
+    assert [other.read(place)[0].id for _, place in found.values()] == ["g0/0", "g1/0", "g2/0"]
+    assert any(group.stored is not None for group in buffer.groups()), "one waits in that file alone"
+    loaded = [group for _ in range(2) for group in buffer.load(buffer.take())]
+    assert [group.number for group in loaded if isinstance(group, Group)] == list(range(4)), "the run itself lost nothing"
+
+
+async def test_what_is_written_after_a_write_that_stopped_half_way_is_not_behind_it(tmp_path: Path, said: list[str]) -> None:
+    journal = open_journal(tmp_path / "j", said, in_thread=True)
+    with full_after(300):
+        write(journal, 0)
+        assert journal._thread is not None
+        journal._thread.submit(str).result()
+    write(journal, 1)
+    journal.end(is_over=False)  # before the event loop hears of it
+    assert list(open_journal(tmp_path / "j", said).recover()) == [1]
+    await asyncio.sleep(0)
+    assert len(said) == 2 and "300 bytes" in said[0] and "File too large" in said[1]
 
 
 async def test_what_cannot_be_written_ends_the_journal_and_not_the_run(tmp_path: Path, said: list[str]) -> None:
@@ -500,7 +544,7 @@ def test_a_group_that_its_checkpoint_lost_counts_as_failed_and_is_replaced(tmp_p
 FAULTS: dict[str, tuple[dict[str, float], str]] = {
     "damaged": ({"journal_gb": 0.1, "max_gb": 1e-5}, ""),
     "full journal": ({"journal_gb": 3e-5}, "journal    full"),
-    "full disk": ({"journal_gb": 0.1, "max_gb": 1e-5}, "No space left on device"),
+    "full disk": ({"journal_gb": 0.1, "max_gb": 1e-5}, "File too large"),
 }
 
 
@@ -519,9 +563,8 @@ def test_a_fault_of_the_disk_while_a_run_goes_on_loses_nothing_else(tmp_path, mo
 
     def appending(self: Segments, *arguments: Any) -> Any:
         num_calls["append"] += 1
-        if fault == "full disk" and num_calls["append"] > 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return append(self, *arguments)
+        with full_after(self.num_bytes + 300) if fault == "full disk" and num_calls["append"] > 3 else contextlib.nullcontext():
+            return append(self, *arguments)
 
     monkeypatch.setattr(Segments, "read", reading)
     monkeypatch.setattr(Segments, "append", appending)
@@ -533,3 +576,26 @@ def test_a_fault_of_the_disk_while_a_run_goes_on_loses_nothing_else(tmp_path, mo
     said = capsys.readouterr().out
     assert said.count(words or "journal    ") == bool(words)
     assert num_calls["read"] or fault == "full journal"
+
+
+def test_a_disk_that_fills_up_half_way_through_a_group_costs_a_killed_run_that_group(tmp_path, monkeypatch, capsys) -> None:
+    places, append = dict[int, Any](), Segments.append
+
+    def appending(self: Segments, heads: Any, members: Any) -> Any:
+        with full_after(self._sizes.get(self._current, 0) + 300) if len(places) >= 11 else contextlib.nullcontext():
+            found = append(self, heads, members)
+        places.update({head.number: place for head, place in zip(heads, found, strict=True)})
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segments, "append", appending)
+        kill(tmp_path / "run", monkeypatch, at=3, seen=Seen(), quiet=False, **SETTINGS)
+    assert capsys.readouterr().out.count("journal    cannot be written: [Errno 27] File too large") == 1
+    left = {int(path.name[:8]) for path in (tmp_path / "run" / "journal").iterdir()}
+    kept = {number: place for number, place in places.items() if place.block.segment in left}
+    found = open_journal(tmp_path / "run" / "journal", []).recover()
+    assert {number: place for number, (_, place) in found.items()} == kept and kept
+    result = small_run(tmp_path / "run", quiet=False, **SETTINGS)
+    assert "300 bytes in" in capsys.readouterr().out
+    assert result.summary["groups_from_journal"] > 0
+    assert result.summary["accounting"]["trained"] == 6 * 16 and closes(result.summary)

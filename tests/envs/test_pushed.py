@@ -11,12 +11,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 from agent_bench import END, Answering, client_of
-from helpers import small_run
+from helpers import books_close, small_run
 
 from headrace.envs import PushedEnvironment, make_environment, push_server, run_episode
 from headrace.envs.scored_groups import SampledSequences
@@ -165,6 +166,7 @@ def test_registrations_are_bounded(monkeypatch) -> None:
         assert [call(places.url, "/register-env", env)[1]["env_id"] for _ in range(2)] == [3, 4]
         assert [is_known(id) for id in range(1, 5)] == [False, False, True, True] and is_known(0, THEIRS)
         assert call(places.url, "/register-env", {**env, "desired_name": "e" * 300})[0] == 400
+        assert call(places.url, "/register-env", {**env, "weight": 10**400})[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -175,6 +177,10 @@ def test_registrations_are_bounded(monkeypatch) -> None:
         ({"tokens": [[2**40], [1]]}, "tokens[0]: holds a number that is no token"),
         ({"masks": [[1]]}, "masks: has 1 entries for 2 sequences"),
         ({"scores": [1.0, "x"]}, "scores[1]: must be a number"),
+        ({"scores": [float("nan"), 1.0]}, "scores[0]: nan is not a number"),
+        ({"scores": [1.0, float("-inf")]}, "scores[1]: -inf is not a number"),
+        ({"scores": [10**400, 1.0]}, "scores[0]: is too large"),
+        ({"scores": [1.0, -1e308]}, "scores[1]: must be between -1e+12 and 1e+12"),
         ({"tokens": [[1], [2]], "masks": [[1], [3]]}, "masks[1]: must have the token where it is trained"),
         ({"tokens": [[1], [2]], "masks": [[1], [-100]]}, "masks[1]: trains no token"),
         ({"tokens": [[1], [2]], "masks": [[1], [2]]}, "tokens[0]: no engine of this run sampled"),
@@ -283,3 +289,48 @@ def test_a_run_trains_on_what_is_pushed(tmp_path) -> None:
     assert all(row["reward"] == row["reward/environment"] == 1.5 for row in rows if "reward/environment" in row)
     counts = run.summary["accounting"]
     assert counts["trained"] == 48 and counts["submitted"] == sum(counts.values()) - counts["submitted"]
+
+
+def test_garbage_between_good_groups_costs_a_run_nothing_and_is_counted(tmp_path) -> None:
+    """The sampled group itself comes later, well scored: no refusal costs what was sampled."""
+    environment, problems, garbage = PushedEnvironment(port=0), list[Any](), Counter[str]()
+
+    def push() -> None:
+        with contextlib.suppress(OSError, ConnectionError):  # the run has ended
+            while True:
+                prompt = [5, 6]
+                group = scored(sample(environment.url, prompt, 4), prompt)
+                for reason, body in (
+                    ("400", {**group, "scores": [float("nan")] * 4}),
+                    ("400", {**group, "scores": [1e308] * 4}),
+                    ("400", {**group, "scores": [1.0, 2.0, 3.0, float("inf")]}),
+                    ("400", {**group, "masks": [[1]]}),
+                    ("group_size", {**scored(group["tokens"][:2], prompt)}),
+                    ("not_sampled", scored([[*prompt, 7 + at] for at in range(4)], prompt)),
+                    ("invalid_json", b"\xff nonsense"),
+                ):
+                    status, answer = call(environment.url, "/scored_data", body)
+                    garbage[reason] += 1
+                    if status != 400:
+                        problems.append((reason, status, answer))
+                status, answer = call(environment.url, "/scored_data", group)
+                if status not in (200, 503):
+                    problems.append((status, answer))
+
+    pushing = threading.Thread(target=push, daemon=True)
+    pushing.start()
+    how = {"tasks": "pushed:groups", "environment": environment, "reward": None, "held_out": None}
+    summary = small_run(tmp_path / "run", **how, steps=3).summary
+    pushing.join(10)
+    assert summary["status"] == "finished" and not problems
+    assert summary["accounting"]["trained"] == 3 * 16 and books_close(summary) and summary["skipped_steps"] == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    versions = [row for row in rows if "reward" in row]
+    assert [row["reward"] for row in versions] == [1.5] * 3, "of good groups alone"
+    last, told, final = versions[-1], summary["pushed"], environment.push_counts
+    assert all(row["pushed/accepted"] >= 4 * row["version"] for row in versions)
+    for reason, count in garbage.items():
+        name = f"refused/{reason}"
+        assert 0 < versions[0][f"pushed/{name}"] < last[f"pushed/{name}"] <= told[name] <= final[name]
+        assert 0 <= final[name] - count <= 1, "the last answer may be lost as the run ends"
+    assert final.keys() - {"refused/later"} == {"accepted", *(f"refused/{reason}" for reason in garbage)}

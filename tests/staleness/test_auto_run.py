@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -25,35 +26,37 @@ if TYPE_CHECKING:
 class TimedEngine(InstantEngine):
     """Takes so many seconds for a rollout, on average."""
 
-    def __init__(self, seconds: float, *, sigma: float = 0.0) -> None:
+    def __init__(self, seconds: float, *, sigma: float = 0.0, device: SharedDevice | None = None) -> None:
         super().__init__(tokens=3)
-        self.seconds, self._sigma, self._random = seconds, sigma, random.Random(0)
+        self.seconds, self._sigma, self._random, self._device = seconds, sigma, random.Random(0), device
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        await asyncio.sleep(self.seconds * self._random.lognormvariate(-(self._sigma**2) / 2, self._sigma))
+        seconds = self.seconds * self._random.lognormvariate(-(self._sigma**2) / 2, self._sigma)
+        await (asyncio.sleep(seconds) if self._device is None else self._device.work("engine", seconds))
         return await super().generate(rollout, sampling)
 
 
 class TimedTrainer(StubTrainer):
     """Takes one step after the other, as a trainer in another process does; `idle` seconds before each."""
 
-    def __init__(self, lineage: Lineage, seconds: float) -> None:
+    def __init__(self, lineage: Lineage, seconds: float, device: SharedDevice | None) -> None:
         super().__init__(lineage, is_inline=False)
-        self.seconds, self.idle = seconds, list[float]()
+        self.seconds, self._device, self.idle, self.lags = seconds, device, list[float](), list[int]()
         self._last: asyncio.Future[Any] | None = None
         self._free_at = 0.0
 
     def step(self, batch: Batch, *, learning_rate: float) -> Any:
-        self._last = asyncio.ensure_future(self._after(self._last, super().step(batch, learning_rate=learning_rate)))
+        self._last = asyncio.ensure_future(self._after(self._last, batch, super().step(batch, learning_rate=learning_rate)))
         return self._last
 
-    async def _after(self, before: Any, step: Any) -> Any:
+    async def _after(self, before: Any, batch: Batch, step: Any) -> Any:
         if before is not None:
             await before
         now = asyncio.get_running_loop().time()
+        self.lags.append(max(batch.version - int(rollout.versions.max()) for rollout in batch.rollouts))
         self.idle.append(now - self._free_at)
-        await asyncio.sleep(self.seconds)
-        self._free_at = now + self.seconds
+        await (asyncio.sleep(self.seconds) if self._device is None else self._device.work("trainer", self.seconds))
+        self._free_at = asyncio.get_running_loop().time()
         return await step
 
     def publish(self, version: int, **arguments: Any) -> Any:
@@ -64,8 +67,33 @@ class TimedTrainer(StubTrainer):
         return asyncio.ensure_future(published(self._last)) if self._last else super().publish(version, **arguments)
 
 
-def simulate(*, engine: TimedEngine, train: float, versions: int, at: Any = None, **settings: Any) -> tuple:
-    """(the run, its trainer, the gate's depth after each version); `at(version)` may change how long things take."""
+class SharedDevice:
+    """Engine and trainer each go at half speed while both work, and rollouts share what the engine has: side by side gains
+    nothing."""
+
+    def __init__(self) -> None:
+        self._working = Counter[str]()
+
+    async def work(self, role: str, seconds: float) -> None:
+        self._working[role] += 1
+        while seconds > 1e-9:
+            await asyncio.sleep(0.05)
+            rollouts = self._working[role] if role == "engine" else 1
+            seconds -= 0.05 / (rollouts * sum(count > 0 for count in self._working.values()))
+        self._working[role] -= 1
+
+
+def simulate(
+    *,
+    engine: TimedEngine,
+    train: float,
+    versions: int,
+    at: Any = None,
+    reward: Any = None,
+    device: SharedDevice | None = None,
+    **settings: Any,
+) -> tuple:
+    """(the run, its trainer, the gate's depth after each version); `at(policy, trainer)` may change how long things take."""
     recipe = make_recipe(
         {
             **{"steps": 10_000, "deadline": 1e6, "sampling": {"max_tokens": 4}, "engine": {"slots": 128}},
@@ -78,15 +106,17 @@ def simulate(*, engine: TimedEngine, train: float, versions: int, at: Any = None
     async def after_version(policy: PolicyState) -> None:
         depths.append(policy.gate.depth)
         if at is not None:
-            at(policy.version)
+            at(policy, trainer)
 
     async def nothing() -> None:
         """Nothing to look at."""
 
+    lineage = Lineage.new()
+    trainer = TimedTrainer(lineage, train, device)
+
     async def main() -> tuple:
-        lineage = Lineage.new()
-        trainer = TimedTrainer(lineage, train)
-        roles = make_roles(recipe, engine, trainer, reward=constant, prompts=prompts)
+        how = {"reward": reward or constant, "prompts": prompts, "shares_device": device is not None}
+        roles = make_roles(recipe, engine, trainer, **how)
         run = make_run(Run, recipe, roles, lineage, Observer(), versions=versions, after_version=after_version)
         await drive(run, on_end=nothing)
         return run, trainer, depths
@@ -111,14 +141,50 @@ def test_the_real_loops_keep_the_trainer_busy(generate: float, sigma: float, lea
 
 
 def test_the_real_loops_follow_engines_that_become_slower() -> None:
-    def at(version: int) -> None:
-        if version == 40:
+    def at(policy: PolicyState, _: TimedTrainer) -> None:
+        if policy.version == 40:
             engine.seconds = 3.0
 
     engine = TimedEngine(0.5)
     _, trainer, depths = simulate(engine=engine, train=1.0, versions=110, at=at)
     assert depths[39] == 1 and depths[-1] == 3
     assert fmean(trainer.idle[20:40]) < 0.03 and fmean(trainer.idle[-30:]) < 0.03
+
+
+@pytest.mark.parametrize("is_on_trial", [False, True])
+def test_the_real_loops_follow_a_trainer_that_becomes_slower(is_on_trial: bool) -> None:
+    """Also while a lower depth is on trial, which is not what makes versions longer then."""
+    lags = list[float]()
+
+    def at(policy: PolicyState, trainer: TimedTrainer) -> None:
+        trial = policy.pace.controller._trial
+        if policy.version >= 40 and trainer.seconds == 1 and (trial is not None and not trial.is_raise) == is_on_trial:
+            trainer.seconds = 3.0
+            lags.append(policy.gate.depth)
+
+    _, trainer, depths = simulate(engine=TimedEngine(2.0, sigma=0.5), train=1.0, versions=110, at=at)
+    assert lags[0] > 2.5 and 1 <= depths[-1] <= 1.5 and fmean(trainer.idle[-30:]) < 0.03 * 3.0
+
+
+async def slow(completion: str, **_: object) -> float:
+    await asyncio.sleep(2.0)
+    return 1.0
+
+
+def test_the_real_loops_go_as_far_ahead_as_a_slow_reward_asks_for() -> None:
+    """A group takes 2.5 s, four fifths of them in the reward, and half a batch more is in flight just after one is taken."""
+    run, trainer, depths = simulate(engine=TimedEngine(0.5), train=1.0, versions=60, reward=slow)
+    assert depths[-1] == 3 and fmean(trainer.idle[-30:]) < 0.03
+    assert run.policies[POLICY].pace.controller.why.startswith("the trainer waits 0.0%")
+    one_less = {"staleness": {"max_lag": 2}}
+    assert fmean(simulate(engine=TimedEngine(0.5), train=1.0, versions=60, reward=slow, **one_less)[1].idle[-30:]) > 0.1
+
+
+def test_the_real_loops_take_turns_on_a_shared_device() -> None:
+    device = SharedDevice()
+    run, trainer, depths = simulate(engine=TimedEngine(1 / 16, device=device), train=1.0, versions=40, device=device)
+    assert set(depths[-25:]) == {0.0} and set(trainer.lags[-25:]) == {0} and max(trainer.lags) > 0
+    assert run.policies[POLICY].pace.controller.why.startswith("side by side gains less than 3% on a shared device")
 
 
 def test_a_fixed_lag_is_left_alone() -> None:

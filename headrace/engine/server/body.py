@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ def check(value: Any, kind: type, name: str, what: str = "") -> Any:  # noqa: AN
     is_kind = isinstance(value, int | float if kind is float else kind)
     if not is_kind or (isinstance(value, bool) and kind in (int, float)):
         raise bad(name, f"must be {what or _KINDS[kind]}, not {kind_of(value)}")
+    if kind is float and abs(value) > sys.float_info.max:
+        raise bad(name, "is too large")
     if kind is str:
         try:
             value.encode()
