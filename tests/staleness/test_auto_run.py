@@ -39,7 +39,7 @@ class TimedEngine(InstantEngine):
 class TimedTrainer(StubTrainer):
     """Takes one step after the other, as a trainer in another process does; `idle` seconds before each."""
 
-    def __init__(self, lineage: Lineage, seconds: float, device: SharedDevice | None) -> None:
+    def __init__(self, lineage: Lineage, seconds: float, device: SharedDevice | None = None) -> None:
         super().__init__(lineage, is_inline=False)
         self.seconds, self._device, self.idle, self.lags = seconds, device, list[float](), list[int]()
         self._last: asyncio.Future[Any] | None = None
