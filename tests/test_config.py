@@ -348,6 +348,10 @@ def test_every_section_is_documented() -> None:
             "staleness.rejected = 'wait': buffer.kind = 'ring' drops what",
         ),
         (
+            {"train": {"mini_batches": 2, "stream_mini_batches": True}, "staleness": {"max_lag": 1, "rejected": "wait"}},
+            "staleness.rejected = 'wait': it counts whole batches; set train.stream_mini_batches = false",
+        ),
+        (
             {"partial.cancel": "over_age", "staleness.rejected": "wait"},
             "staleness.rejected = 'wait': no group grows too old to be cancelled",
         ),
@@ -446,6 +450,26 @@ def test_a_recipe_that_cannot_run_is_refused(settings: dict, problem: str) -> No
 )
 def test_a_number_that_must_crash_later_is_refused_now(settings: dict) -> None:
     refusal(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"train.epochs": 2}, "epochs = 2 needs the whole batch before the first step"),
+        ({"train.advantage": "global", "train.scale_rewards": "none"}, "advantage = 'global' needs"),
+        ({"train.scale_rewards": "batch"}, "scale_rewards = 'batch' needs"),
+        ({"train.entropy_quantile": 0.5}, "entropy_quantile = 0.5 needs"),
+        ({"train.entropy_target": 0.5}, "entropy_target = 0.5 needs"),
+        ({"train.kl": 0.1, "train.kl_target": 0.5}, "kl_target = 0.5 needs"),
+        ({"exact": True}, "when a step is made depends on timing, which exact = true does not allow"),
+        ({"staleness.max_lag": 0}, "a synchronous buffer is for batches that are generated, then trained"),
+        ({"staleness.max_lag": "auto"}, "staleness.max_lag = 'auto' measures the wait for whole batches"),
+    ],
+)
+def test_what_needs_a_whole_batch_is_refused_with_streamed_mini_batches(settings: dict, problem: str) -> None:
+    given = {"train.batch": 16, "train.stream_mini_batches": True, "staleness.max_lag": 1, **settings}
+    assert f"train.stream_mini_batches = true: {problem}" in refusal({**given, "train.mini_batches": 2})
+    make_recipe({**given, "train.mini_batches": 1})  # of which nothing is streamed
 
 
 @pytest.mark.parametrize(

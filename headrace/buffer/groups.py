@@ -191,8 +191,8 @@ def num_sampled(episodes: Iterable[Episode]) -> int:
 
 
 class GroupBuffer:
-    """`put` never waits; `ready` is set while a whole batch can be taken. Apart from `groups` and `available`, no call looks at
-    every waiting group."""
+    """`put` never waits; `ready` is set while `wanted` groups can be taken. Apart from `groups` and `available`, no call looks
+    at every waiting group."""
 
     def __init__(
         self,
@@ -212,6 +212,8 @@ class GroupBuffer:
         must have left the table of groups in flight when it is put or dropped. `overwrites`: see `overwritten`. With a
         `journal`, groups beyond `max_bytes` wait on disk; `on_room` is called when one has gone there."""
         self.batch, self.capacity, self._max_bytes = batch, capacity, max_bytes
+        self.wanted = batch
+        """Groups that are taken next: a batch, or a part of one."""
         self._waits_for, self._window = waits_for, window
         self._num_reserved, self._overwrites = num_reserved, overwrites
         self._groups: OrderedDict[int, Group] = OrderedDict()
@@ -279,11 +281,16 @@ class GroupBuffer:
         self.update()
 
     def take(self) -> list[Group]:
-        """Remove and return a batch; only while `ready` is set."""
-        assert self.num_available >= self.batch
-        taken = [self._remove(number) for number in self._next(self.batch)]
+        """Remove and return the groups that are wanted; only while `ready` is set."""
+        assert self.num_available >= self.wanted
+        taken = [self._remove(number) for number in self._next(self.wanted)]
         self.update()
         return taken
+
+    def want(self, count: int) -> None:
+        """So many groups are taken next."""
+        self.wanted = count
+        self.update()
 
     def load(self, taken: list[Group]) -> list[Group | JournalError]:
         """The groups with their episodes, in any thread; an error in place of each that cannot be read from the disk. What is
@@ -367,7 +374,7 @@ class GroupBuffer:
 
     def update(self) -> None:
         """What may leave now has changed: here, or in the table of groups in flight or the gate."""
-        if self.num_available >= self.batch:
+        if self.num_available >= self.wanted:
             self.ready.set()
         else:
             self.ready.clear()

@@ -30,8 +30,20 @@ def check_across_rooms(recipe: Recipe) -> None:
     check_staleness(recipe)
 
 
+def _problems_of_streaming(recipe: Recipe) -> Iterator[str]:
+    given, policy = "train.stream_mini_batches = true", buffer_policy(recipe)
+    if recipe.exact:
+        yield f"{given}: when a step is made depends on timing, which exact = true does not allow; set it to false"
+    if policy.takes_turns:
+        yield f"{given}: a {policy.name} buffer is for batches that are generated, then trained; set it to false"
+    if recipe.staleness.is_auto:
+        yield f"{given}: staleness.max_lag = 'auto' measures the wait for whole batches; set max_lag to a number"
+
+
 def _problems(recipe: Recipe) -> Iterator[str]:
     engine, partial, transport = recipe.engine, recipe.partial, recipe.sync.transport
+    if recipe.train.is_streamed:
+        yield from _problems_of_streaming(recipe)
     try:
         TrainSettings(schedule=recipe.sft.schedule)
     except ConfigError as error:

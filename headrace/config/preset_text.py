@@ -36,7 +36,12 @@ AXES: dict[str, dict[str, str]] = {
     },
     "in flight": {"partial.interrupt": "{}", "partial.oversample": "oversample {:g}", "partial.cancel": "cancel {}"},
     "LoRA": {"lora.rank": "rank {}"},
-    "training": {"train.loss": "{}", "train.mini_batches": "{} mini-batches", "engine.lend": "lends when idle"},
+    "training": {
+        "train.loss": "{}",
+        "train.mini_batches": "{} mini-batches",
+        "train.stream_mini_batches": "streamed",
+        "engine.lend": "lends when idle",
+    },
 }
 """The axes that are settings; by key, how its value is told in the list. Orchestration comes before them, in words."""
 _USUAL = ("staleness.gate", "staleness.rejected")

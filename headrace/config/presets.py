@@ -72,6 +72,7 @@ PRESETS: dict[str, Preset] = {
         settings={
             "buffer.kind": ("stream", "samples flow one by one through a message queue"),
             "train.mini_batches": (4, "several mini-batches are trained for each parameter sync (trigger_parameter_sync_step)"),
+            "train.stream_mini_batches": (True, "each is trained as soon as its samples are there"),
             "staleness.max_lag": (8, "its staleness threshold"),
             "staleness.gate": _GATE,
             "staleness.reject": _TOKEN_AGE,
@@ -81,8 +82,9 @@ PRESETS: dict[str, Preset] = {
             "sync.transport": _COLLECTIVE,
             "engine.lend": (True, "an idle trainer's device generates"),
         },
-        differs="verl's fully asynchronous recipe trains a mini-batch as soon as it has one; here a version's mini-batches are "
-        "taken together. On GPUs engine.lend needs sync.transport = 'auto': NCCL does not broadcast within one GPU.",
+        differs="verl computes importance weights under the weights that a version began with, which it puts back for each "
+        "mini-batch; here a step takes the policy that it finds. On GPUs engine.lend needs sync.transport = 'auto': NCCL does "
+        "not broadcast within one GPU.",
     ),
     "art": Preset(
         orchestration="asyncio",

@@ -2,7 +2,7 @@
 
 Some advantages, weights and masks need columns that only the trainer can compute: `columns_first` names them, and
 `make_batches` takes groups that have them. It sees all groups of a version, so that batch statistics do not depend on the
-number of optimizer steps.
+number of optimizer steps; with `train.stream_mini_batches`, which refuses such statistics, it sees one mini-batch.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ class StartedBatch:
     groups: list[Group]
     steps_before: int
     """Optimizer steps the trainer had made before."""
+    left: list[int] = field(default_factory=list)
+    """How many groups each mini-batch takes that is still to leave the buffer."""
+    is_waiting: bool = False
+    """The trainer has made all steps sent so far and waits for the groups of the next mini-batch."""
+    scored: list[Group] = field(default_factory=list)
+    """The groups with the columns that the trainer computed first."""
     batches: list[Batch] = field(default_factory=list)
     """One for each optimizer step."""
     following: TermWeights | None = None
@@ -89,6 +95,11 @@ class StartedBatch:
             "reward_drawn": float(np.mean([*self.filtered, *(sum(each) / len(each) for each in rewards)])),
         }
 
+    async def make_steps(self) -> None:
+        """Wait until the trainer has made the steps sent so far; one in this process makes them now."""
+        while len(self.seen) < len(self.steps):
+            self.seen.append(await self.steps[len(self.seen)])
+
     @property
     def rollouts(self) -> list[Rollout]:
         """Each once, however many epochs train it."""
@@ -106,6 +117,17 @@ def unique_rollouts(batches: Sequence[Batch]) -> list[Rollout]:
     return list({id(rollout): rollout for batch in batches for rollout in batch.rollouts}.values())
 
 
+def sizes_taken(count: int, recipe: Recipe) -> list[int]:
+    """How many of a batch's `count` groups leave the buffer together: all, or those of one mini-batch after the other."""
+    parts = recipe.train.mini_batches if recipe.train.stream_mini_batches else 1
+    return [len(range(part, count, parts)) for part in range(parts)]
+
+
+def _num_parts(groups: Sequence[Group], recipe: Recipe) -> int:
+    """Mini-batches that groups are split into which left the buffer together."""
+    return 1 if recipe.train.stream_mini_batches else min(recipe.train.mini_batches, len(groups))
+
+
 def columns_first(groups: Sequence[Group], recipe: Recipe) -> list[str]:
     """Columns the trainer computes before a version's first step: those that advantages, weights and masks are made from; if
     several steps will move the weights, all of the policy's own that a loss or correction uses; and over several epochs those
@@ -117,7 +139,7 @@ def columns_first(groups: Sequence[Group], recipe: Recipe) -> list[str]:
         REFERENCE: train.kl_in_reward or train.kl_target > 0,
         ENTROPY: train.entropy_quantile < 1,
     }
-    if train.epochs * min(train.mini_batches, len(groups)) > 1:
+    if train.epochs * _num_parts(groups, recipe) > 1:
         fixed = () if train.epochs > 1 else (REFERENCE, TEACHER)  # the same at every step
         wanted |= {name: True for name in needed if name in COMPUTED and name not in fixed}
     rollouts = _rollouts(groups)
@@ -171,10 +193,11 @@ def make_batches(
     version: int,
     weights: TermWeights | None = None,
     reward_weights: Mapping[str, float] | None = None,
+    ends_version: bool = True,
 ) -> list[Batch]:
-    """One batch per optimizer step of this version. Each epoch trains every group, and from the second on in other
-    mini-batches, shuffled under the seed. `reward_weights` are those of the reward functions, by name, for
-    `train.normalize_each_reward`; 1 where none is given."""
+    """One batch per optimizer step that this version makes of these groups. Each epoch trains every group, and from the second
+    on in other mini-batches, shuffled under the seed. `reward_weights` are those of the reward functions, by name, for
+    `train.normalize_each_reward`; 1 where none is given. `ends_version`: no other groups follow."""
     train = recipe.train
     weights = weights or TermWeights(train.kl, train.entropy)
     settings: dict[str, Any] = {
@@ -198,14 +221,14 @@ def make_batches(
         entropies = _on_masks(trained, [rollout.columns[ENTROPY] for rollout in trained])
         floor = np.quantile(entropies, 1 - train.entropy_quantile, method="higher") if len(entropies) else 0.0
         settings["entropy_floor"] = max(0.0, float(floor))
-    remaining, parts = iter(pairs), min(train.mini_batches, len(groups))
+    remaining, parts = iter(pairs), _num_parts(groups, recipe)
     by_group = [[next(remaining) for episode in group.episodes for _ in episode.rollouts] for group in groups]
     for epoch in range(train.epochs):
         if epoch and parts > 1:
             order = np.random.default_rng([recipe.seed, version, epoch]).permutation(len(groups))
             by_group = [by_group[place] for place in order]
         batches += [_make_batch(by_group[part::parts], recipe, settings) for part in range(parts)]
-    if train.reference_every and batches and (version + 1) % train.reference_every == 0:
+    if ends_version and train.reference_every and batches and (version + 1) % train.reference_every == 0:
         batches[-1] = dataclasses.replace(batches[-1], reference_mix=train.reference_mix)
     return batches
 

@@ -39,7 +39,7 @@ async def feed(run: Run) -> NoReturn:
     """
     while True:
         for policy in run.policies.values():
-            while policy.version < run.leg_end and not run.is_stopping and policy.has_room():
+            while not run.is_over(policy, policy.version) and policy.has_room():
                 if not await policy.read_ahead():  # else there may be no room any more
                     for record in policy.submit(policy.next_task()):
                         run.queued.put_nowait(record)
@@ -100,8 +100,9 @@ async def _score(run: Run, finished: list[tuple[EpisodeInFlight, Episode]]) -> N
 async def train(run: Run, policy: PolicyState) -> None:
     """Trains and publishes one version after another until `run.leg_end`.
 
-    Waits for a whole batch, then for the trainer's steps. Woken by the policy's buffer when `score` completes a batch, and by
-    the trainer's answer. A trainer in another process gets the next batch while it still trains this one.
+    Waits for a batch, or for one mini-batch after the other, then for the trainer's steps. Woken by the policy's buffer when
+    `score` completes them, and by the trainer's answer. A trainer in another process gets the next batch while it still trains
+    this one.
     """
     ahead: asyncio.Task[StartedBatch | None] | None = None
     try:
@@ -111,7 +112,7 @@ async def train(run: Run, policy: PolicyState) -> None:
             following = started.version + 1
             may_run_ahead, recipe = run.may_run_ahead(policy, following), policy.recipe  # callbacks may change it meanwhile
             ahead = run.spawn(_start_batch, run, policy, following, recipe) if may_run_ahead else None
-            started.seen = [await step for step in started.steps]
+            await started.make_steps()
             run.settle_trained(policy, started)
             await policy.skipped.check(started)
             await publish(run, policy, started.publishing)
@@ -129,11 +130,15 @@ async def train(run: Run, policy: PolicyState) -> None:
 
 
 async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Recipe) -> StartedBatch | None:
-    """Start training `version` as `recipe` says, or return None if the leg ends before it."""
-    while version < run.leg_end and not run.is_stopping:
+    """Start training `version` as `recipe` says, or return None if the leg ends before it. Returns when all steps are sent."""
+    while not run.is_over(policy, version):
         wanted_since = time.perf_counter()
+        if policy.unfinished is not None and not policy.buffer.ready.is_set():
+            await policy.unfinished.make_steps()
+            policy.unfinished.is_waiting = True
+            run.lend(policy)
         await run.observer.timeline("trainer").wait("wait-batch", policy.buffer.ready)
-        if run.is_stopping:
+        if run.is_over(policy, version):
             break
         policy.reject_stale(version)
         if policy.buffer.ready.is_set():
@@ -144,7 +149,7 @@ async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Reci
             if started is not None:
                 await policy.cancel_over_age(version)
                 return started
-            await run.resume_engines(policy)  # a group was lost, and another is needed in its place
+            await run.resume_engines(policy)  # more is needed: a mini-batch, or a group in the place of a lost one
     return None
 
 

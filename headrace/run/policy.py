@@ -15,6 +15,7 @@ from headrace.run.batches import (
     batch_to_score,
     columns_first,
     make_batches,
+    sizes_taken,
     term_metrics,
     with_column,
 )
@@ -25,7 +26,7 @@ from headrace.tasks import Task
 from headrace.trainer import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from headrace.config import Recipe
     from headrace.observe import Observer, Signal
@@ -56,58 +57,77 @@ class PolicyState(PolicyGroups):
         """The trainer's weights are exactly `version`, not between two versions."""
         is_elsewhere = not self.trainer.is_inline
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer, in_thread=is_elsewhere)
+        self._sizes = sizes_taken(self.buffer.batch, recipe)
+        self.buffer.want(self._sizes[0])
 
     # Training
 
     async def start_batch(
-        self, version: int, recipe: Recipe, *, on_taken: Callable[[StartedBatch], Awaitable[None]]
+        self, version: int, recipe: Recipe, *, on_taken: Callable[[int, Sequence[Group]], Awaitable[None]]
     ) -> StartedBatch | None:
-        """Take a batch from the buffer and send its steps to the trainer; all calls are sent when this returns. None if a group
-        could not be read back from the disk. `recipe`: the settings when it was due; `on_taken` is called before the trainer
-        gets anything."""
-        trainer = self.trainer
-        started = StartedBatch(version, self.buffer.take(), steps_before=trainer.num_steps, filtered=self.filtered)
-        self.filtered = []
-        weights = next((ahead.following for ahead in reversed(self.started) if ahead.following), self.term_weights)
-        self.started.append(started)
-        self.buffer.update()  # with `staleness.rejected = "wait"`, the next may have to wait for others
-        self._room.set()
-        if not await self._load(started):
+        """Take a batch from the buffer, or its next mini-batch, and send its steps to the trainer; all calls are sent when this
+        returns. None if mini-batches are left, or a group could not be read back from the disk. `recipe`: the settings when the
+        batch was due; `on_taken` is called before the trainer gets anything."""
+        trainer, started = self.trainer, self.unfinished
+        if started is None:
+            started = StartedBatch(version, [], steps_before=trainer.num_steps, left=list(self._sizes))
+            self.started.append(started)
+        groups = await self._load(started, self._take(started))
+        if not groups:
             return None
-        await on_taken(started)
-        groups = started.groups
+        await on_taken(version, groups)
+        weights = next((ahead.following for ahead in reversed(self.started) if ahead.following), self.term_weights)
         for name in columns_first(groups, recipe):  # each step's forward pass computes the others
             batch = batch_to_score(groups, recipe, version=version)
             groups = with_column(groups, name, await trainer.forward(batch, column=name))
         used, started.following = adapt_weights(groups, recipe, weights)
-        started.term_metrics = term_metrics(groups, used, recipe, version=version)
-        how: dict[str, Any] = {"weights": used, "reward_weights": self._reward_weights}
-        started.batches = make_batches(groups, recipe, version=version, **how)
+        started.scored += groups
+        how: dict[str, Any] = {"weights": used, "reward_weights": self._reward_weights, "ends_version": not started.left}
+        batches = make_batches(groups, recipe, version=version, **how)
         rate = learning_rate(recipe.train, version=version, steps=recipe.steps)
-        started.steps = [trainer.step(batch, learning_rate=rate) for batch in started.batches]
+        started.batches += batches
+        started.steps += [trainer.step(batch, learning_rate=rate) for batch in batches]
+        if started.left:
+            return None
+        started.term_metrics = term_metrics(started.scored, used, recipe, version=version)
         if not trainer.is_inline:
             started.publishing = trainer.publish(version + 1, canary=self.canary)
         return started
 
-    async def _load(self, started: StartedBatch) -> bool:
-        """Read what waited on disk. If some cannot be read, it counts as failed, and the others go back to where they were."""
-        taken = started.groups
+    def _take(self, started: StartedBatch) -> list[Group]:
+        taken = self.buffer.take()
+        started.groups += taken
+        started.is_waiting = False
+        del started.left[0]
+        if not started.left:
+            started.filtered, self.filtered = self.filtered, []
+        self.buffer.want((started.left or self._sizes)[0])
+        self._room.set()
+        return taken
+
+    async def _load(self, started: StartedBatch, taken: list[Group]) -> list[Group]:
+        """Read what waited on disk of the groups just taken. If some cannot be read, it counts as failed, the others go back to
+        where they were, and the result is empty."""
         if all(group.stored is None for group in taken):
-            return True
+            return taken
         found = self.buffer.load(taken) if self.trainer.is_inline else await asyncio.to_thread(self.buffer.load, taken)
         for group in taken:  # not in the thread: if this task is cancelled, they are put back as they were
             group.leave_disk()
-        started.groups = [group for group in found if isinstance(group, Group)]
-        if len(started.groups) == len(taken):
-            return True
-        self.started.remove(started)
-        self.buffer.put_back(started.groups)
-        self.filtered = started.filtered + self.filtered
+        loaded, before = [group for group in found if isinstance(group, Group)], started.groups[: -len(taken)]
+        if len(loaded) == len(taken):
+            started.groups = before + loaded
+            return loaded
+        started.groups, started.left = before, [len(taken), *started.left]
+        if not before:
+            self.started.remove(started)
+        self.filtered, started.filtered = started.filtered + self.filtered, []
+        self.buffer.want(len(taken))
+        self.buffer.put_back(loaded)
         for group, problem in zip(taken, found, strict=True):
             if isinstance(problem, JournalError):
                 log.warning("group %d is lost: %s", group.number, problem)
                 self._lose(group)
-        return False
+        return []
 
     def settle_trained(self, started: StartedBatch) -> None:
         """The next version is trained."""
@@ -128,9 +148,10 @@ class PolicyState(PolicyGroups):
 
     def return_groups(self, failure: BaseException | None = None) -> None:
         """Training failed: put its groups back into the buffer in order, so that a checkpoint written now is complete. If
-        something else failed, steps already sent to another process stay: `Run.finish_started` waits for them."""
-        is_elsewhere = isinstance(failure, asyncio.CancelledError | NotFiniteGradient) and not self.trainer.is_inline
-        kept = [started for started in self.started if is_elsewhere and started.steps]
+        something else failed, a version whose steps are all sent to another process stays: `Run.finish_started` waits for
+        them."""
+        is_elsewhere = isinstance(failure, asyncio.CancelledError | NotFiniteGradient)
+        kept = [started for started in self.started if is_elsewhere and started.publishing is not None]
         returned = [started for started in self.started if started not in kept]
         for started in reversed(returned):
             self.buffer.put_back(started.groups)

@@ -91,6 +91,16 @@ class PolicyGroups:
         return self.buffer.num_episodes + in_training, sum(len(group.episodes) for group in self.in_flight.groups.values())
 
     @property
+    def unfinished(self) -> StartedBatch | None:
+        """The batch of which mini-batches are still to leave the buffer, if there is one."""
+        return self.started[-1] if self.started and self.started[-1].left else None
+
+    @property
+    def is_trainer_idle(self) -> bool:
+        """The trainer has nothing to do until groups are complete."""
+        return not self.started or self.started[-1].is_waiting
+
+    @property
     def rejection(self) -> Rejection:
         """Which groups are too old."""
         return Rejection.of(self.recipe)
@@ -160,8 +170,8 @@ class PolicyGroups:
 
     @property
     def num_missing(self) -> int:
-        """Groups that the next batch lacks."""
-        return max(0, self.recipe.train.groups_per_batch - self.buffer.num_available // self._units)
+        """Groups that the next batch lacks, or the next mini-batch if they are taken one by one."""
+        return max(0, -(-self.buffer.wanted // self._units) - self.buffer.num_available // self._units)
 
     def next_task(self) -> Task:
         """For the next group: one that was rejected, or another."""
@@ -270,9 +280,11 @@ class PolicyGroups:
         settings, batch = self.recipe.filter, self.buffer.batch
         if not settings.is_on:
             return
-        waiting, most = self.buffer.available(), (settings.max_draws - 1) * batch - len(self.filtered)
-        for place, reason in unwanted([group.unshaped_rewards for group in waiting], settings, batch=batch, most=most).items():
-            group = waiting[place]
+        taken = self.unfinished.groups if self.unfinished is not None else []
+        groups, most = [*taken, *self.buffer.available()], (settings.max_draws - 1) * batch - len(self.filtered)
+        for place, reason in unwanted([group.unshaped_rewards for group in groups], settings, batch=batch, most=most).items():
+            assert place >= len(taken), "what was taken was judged before"
+            group = groups[place]
             self.filtered.append(sum(group.unshaped_rewards) / len(group.unshaped_rewards))
             self.ledger.settle("filtered", group.num_episodes, reason=reason)
             self._drop(group.number, group.num_sampled)

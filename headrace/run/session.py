@@ -69,7 +69,7 @@ class Session:
             observer=self.observer,
             on_trained=self._on_trained,
             after_version=self._after_version,
-            on_taken=lambda started: self.call("on_rollouts", tuple(started.groups), version=started.version),
+            on_taken=lambda version, groups: self.call("on_rollouts", tuple(groups), version=version),
             rests_at=lambda version: self._is_saved(version) or self._evaluations.is_waited_for(version),
         )
         self.policy = self.run.policies[POLICY]

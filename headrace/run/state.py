@@ -21,8 +21,9 @@ from headrace.run.policy_groups import max_generate_calls
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
+    from headrace.buffer import Group
     from headrace.config import Recipe
     from headrace.engine import Engine, SleepingEngine
     from headrace.envs import Environment, PromptEncoder
@@ -108,11 +109,12 @@ class Run:
         observer: Observer,
         on_trained: Callable[[PolicyState, StartedBatch], None],
         after_version: Callable[[PolicyState], Awaitable[None]],
-        on_taken: Callable[[StartedBatch], Awaitable[None]] = _nothing,
+        on_taken: Callable[[int, Sequence[Group]], Awaitable[None]] = _nothing,
         rests_at: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """`on_taken` is called when a batch has left the buffer, `on_trained` when a version is trained, `after_version` once
-        it is being published. Training does not run ahead of a version that is evaluated or saved (`rests_at`)."""
+        """`on_taken` is called when groups have left the buffer to train a version, `on_trained` when it is trained,
+        `after_version` once it is being published. Training does not run ahead of a version that is evaluated or saved
+        (`rests_at`)."""
         self.recipe, self.roles, self.observer = recipe, roles, observer
         self.on_taken, self.on_trained, self.after_version, self.rests_at = on_taken, on_trained, after_version, rests_at
         self.room = Signal()
@@ -175,10 +177,15 @@ class Run:
             await policy.in_flight.close()
 
     def stop(self) -> None:
-        """End early: wakes `train`, which returns at its next check."""
+        """End early: wakes `train`, which returns once no version is begun."""
         self.is_stopping = True
         for policy in self.policies.values():
-            policy.buffer.ready.set()
+            if policy.unfinished is None:
+                policy.buffer.ready.set()
+
+    def is_over(self, policy: PolicyState, version: int) -> bool:
+        """Whether `version` is not to be trained in this leg; one that is begun is, although the run is to end."""
+        return policy.unfinished is None and (version >= self.leg_end or self.is_stopping)
 
     async def drained(self) -> None:
         """Wait until nothing is in flight. Woken by each completed or dropped group."""
@@ -270,7 +277,7 @@ class Run:
         for policy in self.policies.values():
             if policy.pace is not None:
                 policy.pace.note_load(calls=self.generate_calls.num_calls, is_closed=not policy.has_room())
-            if self.lending is not None and self.lending.is_possible and not policy.started:
+            if self.lending is not None and self.lending.is_possible and policy.is_trainer_idle:
                 calls, num_engines = self.generate_calls.num_calls, self.roles.num_engines(self.recipe)
                 if self.lending.is_worth(missing=policy.num_missing, calls=calls, num_engines=num_engines):
                     self.lending.is_possible = False
@@ -285,8 +292,8 @@ class Run:
 
     def lend(self, policy: PolicyState) -> None:
         """If the trainer has nothing to do, its device may be lent: now, or at a later `note_load`, if that pays then."""
-        is_over = self.is_stopping or policy.version >= self.leg_end  # no batch follows, and nobody would recall it
-        if self.lending is not None and not policy.started and not is_over:
+        is_over = self.is_over(policy, policy.version)  # no batch follows, and nobody would recall it
+        if self.lending is not None and policy.is_trainer_idle and not is_over:
             self.lending.trainer_is_idle()
             self.note_load()
 
@@ -311,7 +318,7 @@ class Run:
             async with asyncio.timeout(self.recipe.deadline):
                 while policy.started:
                     started = policy.started[0]
-                    started.seen = [await step for step in started.steps]
+                    await started.make_steps()
                     self.settle_trained(policy, started)
                     with contextlib.suppress(NotFiniteGradient):  # the failure elsewhere is the one to report
                         await policy.skipped.check(started)

@@ -31,6 +31,9 @@ class TrainSettings:
     """Rollouts of one task, compared with each other."""
     mini_batches: int = 1
     """Optimizer steps per version, or per epoch of it."""
+    stream_mini_batches: bool = False
+    """Each step is made as soon as the groups of its mini-batch are complete, instead of when the whole batch is. A version
+    still has `mini_batches` steps, and is published after the last."""
     epochs: int = 1
     """How often a version trains its batch, each time in other mini-batches. Each epoch adds `mini_batches` optimizer steps;
     ratios stay those to the policy at the version's start."""
@@ -180,6 +183,8 @@ class TrainSettings:
         least = self.mini_batches * self.group_size
         why = f"at most the {groups} groups of a batch; set batch to {least} or more, or it to {groups} or fewer"
         check(groups >= self.mini_batches, "mini_batches", self.mini_batches, why)
+        if self.is_streamed:
+            self._check_streamed()
         wanted = loss_traits(self.loss).mean
         if wanted and self.mean_over != wanted:
             given = f"loss_mean = '{self.loss_mean}': loss = '{self.loss}' is defined by the mean '{wanted}'"
@@ -209,6 +214,26 @@ class TrainSettings:
         if self.reference_mix < 1 and not self.reference_every:
             given = f"reference_mix = {self.reference_mix:g}"
             raise ConfigError(f"{given}: the reference stays as it is with reference_every = 0; set that to some versions")
+
+    def _check_streamed(self) -> None:
+        """Refuse what looks at a version's whole batch before its first step."""
+        whole = {
+            f"epochs = {self.epochs}": self.epochs > 1,
+            f"advantage = '{self.advantage}'": self.advantage == "global",
+            f"scale_rewards = '{self.scale}'": self.scale == "batch",
+            f"entropy_quantile = {self.entropy_quantile:g}": self.entropy_quantile < 1,
+            f"entropy_target = {self.entropy_target:g}": self.entropy_target > 0,
+            f"kl_target = {self.kl_target:g}": self.kl_target > 0,
+        }
+        for given, needs_whole in whole.items():
+            if needs_whole:
+                why = f"{given} needs the whole batch before the first step"
+                raise ConfigError(f"stream_mini_batches = true: {why}; set it to false")
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether steps are made before the batch is whole."""
+        return self.stream_mini_batches and self.mini_batches > 1
 
     @property
     def mean_over(self) -> str:

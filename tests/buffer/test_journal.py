@@ -548,8 +548,10 @@ FAULTS: dict[str, tuple[dict[str, float], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_disk_while_a_run_goes_on_loses_nothing_else(tmp_path, monkeypatch, capsys, fault: str) -> None:
+@pytest.mark.parametrize(("fault", "parts"), [*((fault, 1) for fault in FAULTS), ("damaged", 2)])
+def test_a_fault_of_the_disk_while_a_run_goes_on_loses_nothing_else(
+    tmp_path, monkeypatch, capsys, fault: str, parts: int
+) -> None:
     """Without a checkpoint that would make room in the journal."""
     buffer, words = FAULTS[fault]
     seen, num_calls = Seen(), {"read": 0, "append": 0}
@@ -569,6 +571,7 @@ def test_a_fault_of_the_disk_while_a_run_goes_on_loses_nothing_else(tmp_path, mo
     monkeypatch.setattr(Segments, "read", reading)
     monkeypatch.setattr(Segments, "append", appending)
     settings = {**SETTINGS, "buffer": buffer, "checkpoint": {"every": 10}, "staleness": {"max_lag": 4}}
+    settings["train"] = {"mini_batches": parts, "stream_mini_batches": True}
     result = small_run(tmp_path / "run", callbacks=[seen], quiet=False, **settings)
     ids = [episode.id for batch in seen.batches for group in batch for episode in group.episodes]
     assert len(ids) == len(set(ids)) == 6 * 16 and closes(result.summary)

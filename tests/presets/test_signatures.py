@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from families import make
-from watched import GROUPS, SIBLINGS, Watched, has_resumed, run_preset, simulate, versions_of
+from watched import GROUPS, SIBLINGS, TurnsTrainer, Watched, has_resumed, run_preset, simulate, versions_of
 
 from headrace.bench.emulated import emulate
 from headrace.bench.emulated_load import Load
+from headrace.buffer import GroupBuffer
 from headrace.engine import EnginePool
 from headrace.engine.native.core import EngineCore
 from headrace.envs import PushedEnvironment
@@ -82,9 +83,30 @@ def test_trl_async_bounds_the_samples_in_flight(monkeypatch):
     assert max(each.unfinished for each in watched.submissions) == 4 * GROUPS * SIBLINGS, "max_staleness × batch samples"
 
 
-def test_verl_trains_mini_batches_from_a_stream_and_refills_one_for_one(monkeypatch):
-    watched = simulate("verl", monkeypatch, staleness={"max_lag": 1})
+def test_verl_trains_a_mini_batch_when_it_is_there_and_refills_one_for_one(monkeypatch):
+    put, step, events = GroupBuffer.put, TurnsTrainer.step, []
+
+    def putting(self, group, **how):
+        events.append((f"g{group.number}", None))
+        put(self, group, **how)
+
+    async def stepping(self, batch, **how):
+        events.append((batch.version, {rollout.group for rollout in batch.rollouts}))
+        return await step(self, batch, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GroupBuffer, "put", putting)
+        patched.setattr(TurnsTrainer, "step", stepping)
+        watched = simulate("verl", patched, staleness={"max_lag": 1})
     assert watched.num_steps == 4 * 30, "four optimizer steps for each weight update"
+    num_early = 0
+    for version in range(30):
+        steps = [at for at, (trained_at, _) in enumerate(events) if trained_at == version]
+        complete = [events.index((group, None)) for at in steps for group in events[at][1]]
+        assert len(steps) == len(complete) == 4, "one group each"
+        assert all(step > group for step, group in zip(steps, complete, strict=True))
+        num_early += steps[0] < max(complete)
+    assert num_early > 15, "most begin before their last group is complete, some while the trainer is busy"
     assert watched.reasons["rejected: lag"] > 0 and watched.counts["trained"] == 30 * GROUPS * SIBLINGS
     after_drops = [each.ahead for each in watched.submissions if each.dropped]
     assert max(after_drops) == 2 * GROUPS, "a dropped group is replaced, and by one"

@@ -14,6 +14,7 @@ from stubbed import make_roles
 
 from headrace.bench.loads import finished
 from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_run
+from headrace.buffer import GroupBuffer
 from headrace.config import make_recipe
 from headrace.engine import InFlight
 from headrace.observe import Observer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from headrace.buffer import Group
     from headrace.launch.launcher import RunResult
     from headrace.records import Batch, Rollout, Sampling
     from headrace.run import StartedBatch
@@ -77,7 +79,7 @@ class Watched:
 
     submissions: list[Submission] = field(default_factory=list)
     batches: list[list[int]] = field(default_factory=list)
-    """Numbers of the groups of each batch, as they left the buffer."""
+    """Numbers of the groups that left the buffer together: of a batch, or of a mini-batch if these leave one by one."""
     trained: list[tuple[int, Rollout]] = field(default_factory=list)
     """(the version it was trained at, the rollout) of each."""
     num_steps: int = 0
@@ -105,7 +107,7 @@ class Watched:
         return len(prompts) - len(set(prompts))
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        submit, start_batch = PolicyState.submit, PolicyState.start_batch
+        submit, take = PolicyState.submit, GroupBuffer.take
 
         def submitting(policy: PolicyState, task: Task, **options: Any) -> Any:
             episodes = submit(policy, task, **options)
@@ -125,13 +127,13 @@ class Watched:
             )
             return episodes
 
-        async def starting(policy: PolicyState, *arguments: Any, **options: Any) -> StartedBatch:
-            started = await start_batch(policy, *arguments, **options)
-            self.batches.append([group.number for group in started.groups])
-            return started
+        def taking(buffer: GroupBuffer) -> list[Group]:
+            taken = take(buffer)
+            self.batches.append([group.number for group in taken])
+            return taken
 
         patch.setattr(PolicyState, "submit", submitting)
-        patch.setattr(PolicyState, "start_batch", starting)
+        patch.setattr(GroupBuffer, "take", taking)
 
 
 def versions_of(rollout: Rollout) -> list[int]:

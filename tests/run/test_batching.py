@@ -16,7 +16,7 @@ from headrace.bench.stubs import answer
 from headrace.buffer import Group
 from headrace.config import make_recipe
 from headrace.records import Batch, Episode, FinishReason, Rollout, Scored
-from headrace.run.batches import TermWeights, adapt_weights, columns_first, make_batches, term_metrics, with_column
+from headrace.run.batches import TermWeights, adapt_weights, columns_first, make_batches, sizes_taken, term_metrics, with_column
 from headrace.run.session import fewer_gc_pauses
 from headrace.settings import ConfigError
 from headrace.staleness import Rejection
@@ -357,6 +357,23 @@ def test_every_epoch_trains_each_group_once_in_other_mini_batches() -> None:
     assert steps == make_batches(made, make_recipe({"train": {**train, "reference_mix": 0.6}}), version=3)
     other = make_batches(made, make_recipe({"seed": 1, "train": train}), version=4)
     assert other[-1].reference_mix == 0.0 and [b.rollouts for b in other[3:]] != [b.rollouts for b in steps[3:]]
+
+
+@pytest.mark.parametrize("mean", ["token", "sequence", "sum", "constant"])
+def test_a_mini_batch_taken_alone_is_the_one_that_the_whole_batch_would_have_made(mean: str) -> None:
+    made = answered(3, rewards=[1.0, 0.5, 0.0, -2.0, 4.0])
+    train = {"batch": 10, "group_size": 2, "mini_batches": 3, "loss_mean": mean, "kl": 0.1, "reference_every": 2}
+    waits, recipe = (
+        make_recipe({"train": {**train, "stream_mini_batches": is_on}, "staleness": {"max_lag": 1, "correct": "tis"}})
+        for is_on in (False, True)
+    )
+    whole, sizes = make_batches(made, waits, version=3), sizes_taken(len(made), recipe)
+    assert sizes == [2, 2, 1] and sizes_taken(len(made), waits) == [5]
+    for part, (size, expected) in enumerate(zip(sizes, whole, strict=True)):
+        groups = made[part::3]
+        assert len(groups) == size and columns_first(groups, recipe) == [], "each step is its own start"
+        (batch,) = make_batches(groups, recipe, version=3, ends_version=part == 2)
+        assert batch == expected
 
 
 @needs("entropy")

@@ -1,0 +1,216 @@
+"""`train.stream_mini_batches`: each optimizer step as soon as its mini-batch is there. Every group is trained once, in a whole
+version, and nothing of a version that is not whole is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from helpers import SMALL, books_close, small_run
+from hypothesis import given, strategies as st
+from strategies import quick
+from stubbed import make_roles
+
+from headrace.bench.loads import finished
+from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_run
+from headrace.config import make_recipe
+from headrace.observe import Observer
+from headrace.observe.sinks import read_metrics
+from headrace.run import POLICY, Run
+from headrace.sync import Lineage
+from headrace.trainer.local import LocalTrainer
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from headrace.buffer import Group
+    from headrace.records import Batch, Rollout, Sampling
+    from headrace.run import PolicyState, StartedBatch
+    from headrace.run.callbacks import CallbackState
+
+GROUPS, VERSIONS = 5, 6
+STREAMED: dict[str, Any] = {"mini_batches": 2, "stream_mini_batches": True}
+
+
+def one_of_two(completion: str, **_: object) -> float:
+    return float(sum(map(ord, completion)) % 2)
+
+
+class Seen:
+    """The version and the episodes of each mini-batch."""
+
+    def __init__(self, act: Callable[[CallbackState, int], None] = lambda *_: None) -> None:
+        self.versions, self.ids, self._act = list[int](), list[list[str]](), act
+
+    def on_rollouts(self, state: CallbackState, groups: Sequence[Group]) -> None:
+        self.versions.append(state.version)
+        self.ids.append([episode.id for group in groups for episode in group.episodes])
+        self._act(state, len(self.versions))
+
+
+class RandomEngine(InstantEngine):
+    """Each rollout takes a random number of turns of the event loop."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+
+    async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        for _ in range(self._random.choice((1, 5, 40))):
+            await asyncio.sleep(0)
+        tokens = [10 + self._random.randrange(3)]
+        return finished(rollout, tokens, version=self._version, lineage=self._lineage, sampling=sampling)
+
+
+class SeenTrainer(StubTrainer):
+    """Records what it was told: the groups and the version of each step, and each publication."""
+
+    def __init__(self, lineage: Lineage, *, is_inline: bool, turns: int) -> None:
+        super().__init__(lineage, is_inline=is_inline)
+        self._turns, self.told = turns, list[tuple[str, int, Counter[str]]]()
+        self._last: asyncio.Future[Any] | None = None
+
+    def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[dict[str, float]]:
+        return self._in_order(
+            "step", batch.version, Counter(r.group for r in batch.rollouts), super().step(batch, learning_rate=0)
+        )
+
+    def publish(self, version: int, **how: Any) -> Awaitable[Any]:
+        return self._in_order("publish", version, Counter(), super().publish(version, **how))
+
+    def _in_order(self, what: str, version: int, groups: Counter[str], doing: Awaitable[Any]) -> Awaitable[Any]:
+        before = self._last
+
+        async def run() -> Any:
+            if before is not None:
+                await asyncio.wait([before])
+            for _ in range(self._turns):
+                await asyncio.sleep(0)
+            self.told.append((what, version, groups))
+            return await doing
+
+        if self.is_inline:
+            return run()
+        self._last = asyncio.ensure_future(run())
+        return self._last
+
+
+@given(
+    is_inline=st.booleans(),
+    parts=st.integers(1, GROUPS),
+    turns=st.integers(0, 12),
+    buffer=st.sampled_from(
+        [{"kind": "stream"}, {"order": "submission"}, {"kind": "ring", "depth": 1}, {"kind": "reserved", "depth": 1}]
+    ),
+    is_by_episode=st.booleans(),
+    max_tied=st.sampled_from([1.0, 0.4, 0.0]),
+    max_lag=st.sampled_from([1, 2]),
+    stops_after=st.none() | st.sampled_from(range(60, 400, 5)),
+    seed=st.sampled_from(range(100)),
+)
+@quick
+def test_every_version_trains_a_whole_batch_once_in_steps_and_is_published_after_the_last(
+    is_inline, parts, turns, buffer, is_by_episode, max_tied, max_lag, stops_after, seed
+) -> None:
+    """`stops_after` so many turns of the event loop."""
+    of_episode = is_by_episode and max_tied == 1
+    settings = {
+        "train": {"mini_batches": parts, "stream_mini_batches": True, "batch": 2 * GROUPS, "group_size": 2},
+        "staleness": {"max_lag": max_lag},
+        "buffer": {**buffer, "unit": "episode" if of_episode else "group"},
+        "filter": {"max_tied": max_tied, "max_draws": 3},
+        "sync": {"canary_limit": 1e9},
+    }
+    settings["train"] |= {"advantage": "reward"} if of_episode else {}
+    recipe = make_recipe({**SMALL, **settings, "steps": VERSIONS})
+    lineage, trained = Lineage.new(), list[tuple[int, list[int]]]()
+    trainer = SeenTrainer(lineage, is_inline=is_inline, turns=turns)
+    prompts = [str(number) for number in range(400)]
+    roles = make_roles(recipe, RandomEngine(seed), trainer, reward=one_of_two, prompts=prompts)
+    runs: list[Run] = []
+
+    def on_trained(policy: PolicyState, started: StartedBatch) -> None:
+        trained.append((started.version, [group.number for group in started.groups]))
+        if len(started.filtered) < (recipe.filter.max_draws - 1) * GROUPS:
+            assert sum(group.is_tied for group in started.groups) <= max_tied * GROUPS, "over all its mini-batches"
+
+    async def after_version(policy: PolicyState) -> None: ...
+
+    async def on_end() -> None: ...
+
+    async def stop() -> None:
+        for _ in range(stops_after or 0):
+            await asyncio.sleep(0)
+        runs[0].stop()
+
+    async def main() -> None:
+        given = (recipe, roles, lineage, Observer())
+        runs.append(make_run(Run, *given, versions=VERSIONS, after_version=after_version, on_trained=on_trained))
+        stopping = None if stops_after is None else asyncio.ensure_future(stop())
+        await asyncio.wait_for(drive(runs[0], on_end=on_end), 20)
+        if stopping is not None:
+            await stopping
+
+    asyncio.run(main())
+    policy, units = runs[0].policies[POLICY], 2 if of_episode else 1
+    policy.ledger.check()
+    assert not policy.started and policy.ledger.counts()["trained"] == policy.version * GROUPS * 2
+    assert policy.version == VERSIONS or stops_after is not None
+    numbers = [number for _, groups in trained for number in groups]
+    assert len(set(numbers)) == len(numbers) and {len(groups) for _, groups in trained} <= {GROUPS * units}
+    told = [each for each in trainer.told if each[:2] != ("publish", 0)]
+    expected = [event for v in range(policy.version) for event in [("step", v)] * parts + [("publish", v + 1)]]
+    assert [each[:2] for each in told] == expected
+    sizes = [len(range(part, GROUPS * units, parts)) * 2 // units for part in range(parts)] * policy.version
+    assert [groups.total() for what, _, groups in told if what == "step"] == sizes
+
+
+@pytest.mark.parametrize("fails_at", [3, 4])
+def test_a_version_that_fails_is_begun_anew_and_its_groups_are_trained_once(tmp_path, monkeypatch, fails_at) -> None:
+    """In its first step, when the weights are still those of version 1, and in its second, when they are no version's."""
+    settings: dict[str, Any] = {"steps": 5, "held_out": None, "train": STREAMED, "staleness": {"max_lag": 1}}
+    before, after, step = Seen(), Seen(), LocalTrainer.step
+    num_steps = 0
+
+    async def failing(self: LocalTrainer, *arguments: Any, **keywords: Any) -> dict[str, float]:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == fails_at:
+            raise RuntimeError("the trainer has failed")
+        return await step(self, *arguments, **keywords)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the trainer has failed"):
+        patch.setattr(LocalTrainer, "step", failing)
+        small_run(tmp_path / "run", callbacks=[before], checkpoint={"every": 10}, **settings)
+    failed = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert books_close(failed) and failed["accounting"]["trained"] == 16
+    assert before.versions[:4] == [0, 0, 1, 1][: len(before.versions)]
+    result = small_run(tmp_path / "run", callbacks=[after], **settings)
+    first = 1 if fails_at == 3 else 0
+    assert after.versions == [version for version in range(first, 5) for _ in range(2)], "a call for each mini-batch"
+    trained = [*itertools.chain.from_iterable(before.ids[: 2 * first]), *itertools.chain.from_iterable(after.ids)]
+    assert len(set(trained)) == len(trained) == 5 * 16 == result.summary["accounting"]["trained"]
+    assert first == 0 or after.ids[0] == before.ids[2], "what was returned is taken again"
+    assert books_close(result.summary)
+    assert [row["version"] for row in read_metrics(result.folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert result.summary["version"] == 5
+
+
+@pytest.mark.parametrize("orchestrate", ["inline", pytest.param("local", marks=pytest.mark.long)])
+def test_a_stop_in_a_version_completes_it(tmp_path, orchestrate) -> None:
+    def stop(state: CallbackState, calls: int) -> None:
+        if calls == 5:  # the first mini-batch of version 3
+            state.stop()
+
+    how: dict[str, Any] = {"train": STREAMED, "staleness": {"max_lag": 1}, "orchestrate": orchestrate, "held_out": None}
+    stopped = small_run(tmp_path / "run", callbacks=[Seen(stop)], **how).summary
+    assert (stopped["status"], stopped["version"]) == ("stopped", 3)
+    assert books_close(stopped) and stopped["accounting"]["trained"] == 3 * 16
+    after = Seen()
+    resumed = small_run(tmp_path / "run", callbacks=[after], **how).summary
+    assert after.versions[0] == 3 and books_close(resumed) and resumed["accounting"]["trained"] == 6 * 16
