@@ -68,10 +68,8 @@ class PolicyState(PolicyGroups):
         """Take a batch from the buffer, or its next mini-batch, and send its steps to the trainer; all calls are sent when this
         returns. None if mini-batches are left, or a group could not be read back from the disk. `recipe`: the settings when the
         batch was due; `on_taken` is called before the trainer gets anything."""
-        trainer, started = self.trainer, self.unfinished
-        if started is None:
-            started = StartedBatch(version, [], steps_before=trainer.num_steps, left=list(self._sizes))
-            self.started.append(started)
+        trainer = self.trainer
+        started = self.unfinished or StartedBatch(version, [], steps_before=trainer.num_steps, left=list(self._sizes))
         groups = await self._load(started, self._take(started))
         if not groups:
             return None
@@ -96,6 +94,8 @@ class PolicyState(PolicyGroups):
 
     def _take(self, started: StartedBatch) -> list[Group]:
         taken = self.buffer.take()
+        if not started.groups:
+            self.started.append(started)  # what the next batch waits for may depend on it
         started.groups += taken
         started.is_waiting = False
         del started.left[0]

@@ -473,6 +473,7 @@ def test_logs_of_a_process_that_failed_stay_until_the_next_run_on_that_host(monk
             if is_killed:
                 process.kill()
                 host.dismiss()
+                assert joining.result(30) == 0
             else:
                 assert process.wait() == 1
         finally:
