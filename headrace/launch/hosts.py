@@ -40,6 +40,8 @@ _KILLED_SECONDS = 5.0
 """How long a host may take to report that a process it was told to kill has ended."""
 _MOST_BACKLOG = 2 * PIECE_BYTES
 """A host that has so much to read gets no notices; more than one piece of a file, or its processes would miss heartbeats."""
+_PARTING_SECONDS = 1.0
+"""How long a host may take to close its stream when the run is over, or lets it go."""
 _OFF_SECONDS = 5.0
 """A clock that is off by more is mentioned."""
 
@@ -106,11 +108,12 @@ class Host:
                 self.peer.notify(name, value)
 
     def dismiss(self, reason: str | None = None) -> None:
-        """From any thread: it is not needed any more."""
+        """From any thread: it is not needed any more, and closes the stream when it has read that. If this end closed it while
+        something of the host's is on its way, the host would read nothing more, and join again."""
 
         def close() -> None:
             self._notify("end", reason)
-            self.peer.stream.close()  # once this has left
+            self.loop.call_later(_PARTING_SECONDS, self.peer.stream.close)
 
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(close)
@@ -288,7 +291,9 @@ class Hosts:
                 self._listener.close()
             for host in self._hosts:
                 host.dismiss()
-            await asyncio.sleep(0.1)  # lets that leave
+            until = self._loop.time() + _PARTING_SECONDS
+            while self._hosts and self._loop.time() < until:  # noqa: ASYNC110  (there may be none, and they end in many ways)
+                await asyncio.sleep(0.01)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)

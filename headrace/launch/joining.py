@@ -314,3 +314,4 @@ class _Joiner:
     def _end(self, reason: str | None) -> None:
         self._is_over, self._has_failed = True, self._has_failed or reason is not None
         print(f"the run has let this host go{': ' + reason if reason else ''}", flush=True)
+        self._peer.stream.close()
