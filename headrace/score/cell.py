@@ -24,6 +24,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 from typing import Any
@@ -150,12 +151,15 @@ def _be_program(order: dict[str, Any], given: list[int]) -> None:
 
 def _build(order: dict[str, Any]) -> None:
     """A new root with only what the order lists, in place of the old one."""
-    sources = [(os.open(path, os.O_PATH), path, target) for path, target in order["binds"]]  # before /tmp is covered
+    sources = [(os.open(path, os.O_PATH), target) for path, target in order["binds"]]  # before /tmp is covered
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
-    for descriptor, path, target in sources:
+    os.mkdir("/tmp/tmp")
+    disk = order["limits"]["disk"]
+    _mount("tmpfs", "/tmp/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=777,size={disk},nr_inodes=4096")
+    for descriptor, target in sources:  # which may lie in /tmp, such as an environment that was made there
         place = f"/tmp{target}"
-        if os.path.isdir(path):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             os.makedirs(place, exist_ok=True)
         else:
             os.makedirs(os.path.dirname(place), exist_ok=True)
@@ -165,9 +169,6 @@ def _build(order: dict[str, Any]) -> None:
         os.close(descriptor)
     for target, link in order["links"]:
         os.symlink(link, f"/tmp{target}")
-    os.mkdir("/tmp/tmp")
-    disk = order["limits"]["disk"]
-    _mount("tmpfs", "/tmp/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=777,size={disk},nr_inodes=4096")
     for name, text in order["texts"].items():
         with open(f"/tmp/tmp/{name}", "w", errors="surrogatepass") as file:
             file.write(text)

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -30,6 +31,7 @@ from headrace.score import (
     Verdict,
     code_tests,
     run_code,
+    sandbox,
 )
 from headrace.score.code import find_code
 from headrace.score.metric_log import MetricLog
@@ -89,6 +91,17 @@ def test_usual_programs_run() -> None:
         print(found, process.exitcode, subprocess.run(["/usr/bin/env", "true"]).returncode)
     """
     assert run(code).output == "[1] 0 0\n"
+
+
+def test_packages_may_lie_in_the_temporary_folder(monkeypatch) -> None:
+    """As those of an environment that was made there."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        Path(folder, "package").write_text("here")
+        seen = sandbox._surroundings()
+        monkeypatch.setattr(sandbox, "_surroundings", lambda: {**seen, "binds": [*seen["binds"], [folder, folder]]})
+        assert run(f"print(open('{folder}/package').read(), open('/tmp/mine', 'w').write('abc'))").output == "here 3\n"
+        assert "Read-only file system" in run(f"open('{folder}/package', 'w')").errors
 
 
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)", "input = __import__('time').sleep(60)"])
