@@ -185,7 +185,7 @@ def lag(bench: Path) -> str:
 
 def presets(bench: Path) -> str:
     """Share of the bound against mean lag, a dot for each preset and a panel for each load of `headrace bench presets`."""
-    found = [row for row in json.loads(bench.read_text())["rows"] if row.get("peers")]
+    found = [row for row in json.loads(bench.read_text())["rows"] if len(row.get("peers", ())) > 1]
     rows = {row["name"]: {"default": row["value"], **row["peers"]} for row in found}
     loads = [name.partition(": ")[0] for name in rows if name.endswith(": share of the bound")]
     names = list(rows[f"{loads[0]}: share of the bound"])
