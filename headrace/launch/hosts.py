@@ -103,7 +103,7 @@ class Host:
             self.loop.call_soon_threadsafe(self._notify, name, value)
 
     def _notify(self, name: str, value: Any) -> None:  # noqa: ANN401
-        if self.peer.stream.backlog < _MOST_BACKLOG:
+        if not self.is_gone and self.peer.stream.backlog < _MOST_BACKLOG:
             with contextlib.suppress(StreamClosed):
                 self.peer.notify(name, value)
 
@@ -211,7 +211,8 @@ class JoinedProcess:
     def wait(self) -> int | None:
         """None if the host is gone, and with it any news of the process."""
         while not self._has_ended.wait(0.5):
-            if self._killed_at is not None and time.monotonic() - self._killed_at > _KILLED_SECONDS:
+            is_killed = self._killed_at is not None and time.monotonic() - self._killed_at > _KILLED_SECONDS
+            if is_killed or self._host.is_gone:  # which an engine that has left is not told of
                 return None
         return self._status
 

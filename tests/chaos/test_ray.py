@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 from faults import start, wait_until
@@ -34,14 +35,14 @@ def test_a_run_goes_on_when_nodes_are_lost(tmp_path, monkeypatch):
         stack.callback(run.process.kill)
 
         def says(words: str) -> None:
-            assert wait_until(lambda: words in output.read_text(), seconds=240), output.read_text()
+            assert wait_until(lambda: re.search(words, output.read_text()), seconds=240), output.read_text()
 
         says("engine-0 joined on")
-        says("asking Ray for one more (1 + 1)")
+        says(r"asking Ray for one more \(1 \+ 1\)")
         says("engine-1 joined on")
         run.wait_for_version(run.version + 1)
         cluster.remove_node(lost)
-        says("the run goes on with 1 of 2 engines")
+        says(r"the run goes on with 1 of 2 engines|engine-\d on .* has left")  # it leaves if Ray asks its process first
         run.wait_for_version(run.version + 3)
         cluster.add_node(num_cpus=1)
         says("engine-2 joined on")
@@ -61,7 +62,8 @@ def test_a_run_goes_on_when_nodes_are_lost(tmp_path, monkeypatch):
         run.process.wait(120)
 
     summary = run.summary
-    assert summary["status"] == "interrupted" and len(summary["engines_given_up"]) == 1
+    assert summary["status"] == "interrupted"
+    assert len(summary["engines_given_up"]) == 1 - (" has left" in output.read_text())
     assert summary["restarts"] == {"trainer": 1}
     accounting = {
         name: value if isinstance(value, int) else sum(value.values()) for name, value in summary["accounting"].items()

@@ -300,12 +300,14 @@ def test_a_difference_between_clocks_that_may_be_none_is_none():
     assert offset.seconds == 0.0035, "the closest counts"
 
 
-def test_a_host_is_told_what_to_start_and_a_process_ends_with_it(run):
+def test_a_host_is_told_what_to_start_and_a_process_ends_with_it(run, caplog):
     async def main() -> None:
         async with run.joined() as (peer, heard):
             await offer(peer)
             host = run.ready[0]
             first, second = JoinedProcess("engine-1", host), JoinedProcess("engine-2", host)
+            left = JoinedProcess("engine-4", host)
+            del host.processes["engine-4"]  # it has nothing left to do, and the run has forgotten it
             first.beat()
             second.kill()
             await until(lambda: len(heard) == 2)
@@ -317,7 +319,11 @@ def test_a_host_is_told_what_to_start_and_a_process_ends_with_it(run):
             peer.notify("leaving", None)
             await until(lambda: run.leaving)
             assert first.describe() == "process 77 on far"
-        assert await asyncio.to_thread(first.wait) is None
+        assert await asyncio.to_thread(first.wait) is await asyncio.to_thread(left.wait) is None
+        for process in (first, left):
+            process.beat()
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), host.loop))
+        assert not caplog.records, "nothing is sent to it"
         assert first.describe() == "process 77 on far, which is gone"
         assert JoinedProcess("engine-3", host).wait() is None
 
