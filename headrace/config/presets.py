@@ -77,14 +77,13 @@ PRESETS: dict[str, Preset] = {
             "staleness.gate": _GATE,
             "staleness.reject": _TOKEN_AGE,
             "staleness.rejected": _REFILL,
-            "staleness.correct": ("tis", "rollout correction: truncated importance weights per token"),
             "partial.interrupt": _ABORT,
             "sync.transport": _COLLECTIVE,
             "engine.lend": (True, "an idle trainer's device generates"),
         },
-        differs="verl computes importance weights under the weights that a version began with, which it puts back for each "
-        "mini-batch; here a step takes the policy that it finds. On GPUs engine.lend needs sync.transport = 'auto': NCCL does "
-        "not broadcast within one GPU.",
+        differs="As in its recipes (use_rollout_log_probs), the ratio is against the log-probs of the rollout. verl can also "
+        "correct by the weights that a version began with, which it puts back for each mini-batch; staleness.correct takes the "
+        "policy that a step finds. On GPUs engine.lend needs sync.transport = 'auto': NCCL does not broadcast within one GPU.",
     ),
     "art": Preset(
         orchestration="asyncio",
