@@ -145,7 +145,7 @@ class EmulatedTrainer(StubTrainer):
             with self._timeline.during("compute"):
                 await asyncio.sleep(len(lags) / self._load.training_rate)
             self._training += len(lags) / self._load.training_rate
-            if not self._copied.is_set():
+            if batch.is_last and not self._copied.is_set():
                 with self._timeline.during("publish"):
                     await self._copied.wait()
             self._cluster.advance()

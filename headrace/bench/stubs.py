@@ -168,7 +168,7 @@ class StubTrainer:
         return [np.zeros(len(rollout), dtype=np.float32) for rollout in batch.rollouts]
 
     async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
-        self.num_steps += 1
+        self.num_steps += batch.is_last
         self.num_rollouts += len(batch.rollouts)
         return {"loss": 0.0, "mismatch": 0.0, "mismatch_max": 0.0}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.buffer import buffer_policy, check_buffer, needs_gate
+from headrace.config.stream_parts import whole_batch_reasons
 from headrace.engine import check_engine_kind
 from headrace.partial import check_unfinished, pauses_unfinished
 from headrace.settings import ConfigError
@@ -30,20 +31,10 @@ def check_across_rooms(recipe: Recipe) -> None:
     check_staleness(recipe)
 
 
-def _problems_of_streaming(recipe: Recipe) -> Iterator[str]:
-    given, policy = "train.stream_mini_batches = true", buffer_policy(recipe)
-    if recipe.exact:
-        yield f"{given}: when a step is made depends on timing, which exact = true does not allow; set it to false"
-    if policy.takes_turns:
-        yield f"{given}: a {policy.name} buffer is for batches that are generated, then trained; set it to false"
-    if recipe.staleness.is_auto:
-        yield f"{given}: staleness.max_lag = 'auto' measures the wait for whole batches; set max_lag to a number"
-
-
 def _problems(recipe: Recipe) -> Iterator[str]:
     engine, partial, transport = recipe.engine, recipe.partial, recipe.sync.transport
-    if recipe.train.is_streamed:
-        yield from _problems_of_streaming(recipe)
+    if recipe.train.stream_parts > 1:
+        yield from (f"train.stream_parts = {recipe.train.stream_parts}: {why}; set it to 1" for why in whole_batch_reasons(recipe))
     try:
         TrainSettings(schedule=recipe.sft.schedule)
     except ConfigError as error:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from headrace.config.presets import PRESETS
-from headrace.config.recipe import Recipe
 from headrace.settings import ConfigError, to_toml
 
 if TYPE_CHECKING:
@@ -39,21 +37,21 @@ AXES: dict[str, dict[str, str]] = {
     "training": {
         "train.loss": "{}",
         "train.mini_batches": "{} mini-batches",
-        "train.stream_mini_batches": "streamed",
+        "train.stream_parts": "streamed in {} parts",
         "engine.lend": "lends when idle",
     },
 }
 """The axes that are settings; by key, how its value is told in the list. Orchestration comes before them, in words."""
-_USUAL = ("staleness.gate", "staleness.rejected")
-"""Told only where it is not the default."""
+_USUAL = {"staleness.gate": "depth", "staleness.rejected": "refill", "train.stream_parts": 1}
+"""Told only where they are something else."""
 
 
 def axes(preset: Preset) -> list[str]:
     """Each axis in a few words; "–" where the preset leaves it to the recipe."""
-    cells, usual = [preset.orchestration], Recipe()
+    cells = [preset.orchestration]
     for told in AXES.values():
         chosen = {key: preset.settings[key][0] for key in told if key in preset.settings}
-        chosen = {key: value for key, value in chosen.items() if key not in _USUAL or value != attrgetter(key)(usual)}
+        chosen = {key: value for key, value in chosen.items() if value != _USUAL.get(key)}
         words = [told[key].format(" + ".join(it) if isinstance(it, list) else it) for key, it in chosen.items()]
         cells.append(", ".join(words) or "–")
     return cells

@@ -23,6 +23,9 @@ class Preset:
     differs: str
     """What the library does otherwise."""
 
+    def __post_init__(self) -> None:
+        self.settings.setdefault("train.stream_parts", (1, "training begins once a whole batch is there"))
+
 
 _DRAIN = ("drain", "rollouts in flight finish before the weights change")
 _KEEP = ("keep", "weights are swapped between two decode steps; rollouts and their KV cache stay")
@@ -72,7 +75,7 @@ PRESETS: dict[str, Preset] = {
         settings={
             "buffer.kind": ("stream", "samples flow one by one through a message queue"),
             "train.mini_batches": (4, "several mini-batches are trained for each parameter sync (trigger_parameter_sync_step)"),
-            "train.stream_mini_batches": (True, "each is trained as soon as its samples are there"),
+            "train.stream_parts": (4, "each is trained as soon as its samples are there"),
             "staleness.max_lag": (8, "its staleness threshold"),
             "staleness.gate": _GATE,
             "staleness.reject": _TOKEN_AGE,

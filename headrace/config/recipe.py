@@ -14,6 +14,7 @@ from headrace.buffer import BufferSettings, describe_buffer
 from headrace.config.cross_checks import check_across_rooms
 from headrace.config.peer_names import peer_answer
 from headrace.config.presets import PRESETS, preset_settings
+from headrace.config.stream_parts import stream_parts
 from headrace.engine import EngineSettings, SamplingSettings
 from headrace.envs import EnvironmentSettings, EpisodeSettings
 from headrace.launch import ClusterSettings
@@ -126,6 +127,11 @@ class Recipe:
     def max_lag(self) -> float:
         """`staleness.max_lag` as a number: the most that "auto" can come to."""
         return self.staleness.bound(is_inline=self.is_inline)
+
+    @property
+    def stream_parts(self) -> int:
+        """`train.stream_parts`, with 0 resolved."""
+        return stream_parts(self)
 
     @property
     def max_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The trainer's input for one optimizer step."""
+"""The trainer's input for one optimizer step, or for a part of one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """One optimizer step's input. The trainer needs nothing else, and does not know the algorithm."""
+    """The input of one optimizer step, or of a part of one. The trainer needs nothing else, and does not know the algorithm."""
 
     rollouts: tuple[Rollout, ...]
     advantages: tuple[Array, ...]
@@ -41,21 +41,31 @@ class Batch:
     """Tokens whose column `entropy` is below have no loss; KL and entropy bonus apply to them too."""
     reference_mix: float = 0.0
     """The share of the new weights in the reference model after this step; 0 leaves the reference as it is."""
+    part: int = 0
+    """Its place among the parts of its step, whose gradients add up. The first forgets those of a step that was given up."""
+    is_last: bool = True
+    """The step is made after this part."""
+    gradient_scale: float = 1.0
+    """What the step's whole gradient is multiplied by. Earlier parts had to be weighted before the number of tokens was
+    known."""
     version: int
     """The version trained from; the result is version + 1."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("loss", str), ("corrections", dict), ("kl", str), ("version", int)):
+        for name, kind in (
+            ("loss", str), ("corrections", dict), ("kl", str), ("version", int), ("part", int), ("is_last", bool)
+        ):  # fmt: skip
             check_kind(getattr(self, name), kind, f"batch: {name}")
         values: dict[str, Any] = {"rollouts": tuple(self.rollouts)}
-        for name in ("kl_weight", "entropy_weight", "entropy_floor", "reference_mix"):
+        for name in ("kl_weight", "entropy_weight", "entropy_floor", "reference_mix", "gradient_scale"):
             value = getattr(self, name)
             check_kind(value, (int, float), f"batch: {name}")
             if not 0 <= value < math.inf:
                 raise ValueError(f"batch: {name} = {value} must be finite and ≥ 0")
             values[name] = float(value)
-        if self.version < 0:
-            raise ValueError(f"batch: version {self.version} must be ≥ 0")
+        for name in ("version", "part"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"batch: {name} {getattr(self, name)} must be ≥ 0")
         values["constants"] = _numbers(self.constants)
         values["corrections"] = {str(name): _numbers(constants) for name, constants in self.corrections.items()}
         shapes = [(len(rollout),) for rollout in self.rollouts]

@@ -2,7 +2,7 @@
 
 Some advantages, weights and masks need columns that only the trainer can compute: `columns_first` names them, and
 `make_batches` takes groups that have them. It sees all groups of a version, so that batch statistics do not depend on the
-number of optimizer steps; with `train.stream_mini_batches`, which refuses such statistics, it sees one mini-batch.
+number of optimizer steps; of a batch that comes in parts (`train.stream_parts`), where there are none, it sees one part.
 """
 
 from __future__ import annotations
@@ -50,6 +50,28 @@ if TYPE_CHECKING:
     from headrace.trainer import Published
 
 
+@dataclass
+class StepParts:
+    """An optimizer step whose groups may leave the buffer in parts. Weights are made before the rest is there: all parts are
+    divided by what the first lets expect, and the last says what makes up for the difference."""
+
+    num_groups: int
+    """Of the whole step."""
+    num_made: int = 0
+    """Parts."""
+    divisor: float = 0.0
+    """Tokens, or what else the recipe's mean counts: as many as expected."""
+    counted: int = 0
+    """As many as there are so far."""
+
+    def add(self, count: int, *, num_groups: int) -> None:
+        """Another part is made, of so many groups with so many tokens."""
+        if not self.num_made:
+            self.divisor = max(count, 1) * self.num_groups / num_groups
+        self.num_made += 1
+        self.counted += count
+
+
 @dataclass(eq=False)
 class StartedBatch:
     """The groups taken from the buffer to train one version, until its metrics are written."""
@@ -60,22 +82,24 @@ class StartedBatch:
     steps_before: int
     """Optimizer steps the trainer had made before."""
     left: list[int] = field(default_factory=list)
-    """How many groups each mini-batch takes that is still to leave the buffer."""
+    """How many groups each part has that is still to leave the buffer."""
+    step: StepParts = field(default_factory=lambda: StepParts(0))
+    """The one that the next part belongs to."""
     is_waiting: bool = False
-    """The trainer has made all steps sent so far and waits for the groups of the next mini-batch."""
+    """The trainer is done with all parts sent so far and waits for the groups of the next."""
     scored: list[Group] = field(default_factory=list)
     """The groups with the columns that the trainer computed first."""
     batches: list[Batch] = field(default_factory=list)
-    """One for each optimizer step."""
+    """One for each optimizer step, or part of one."""
     following: TermWeights | None = None
     """The weights of KL and entropy bonus before the next version."""
     term_metrics: dict[str, float] = field(default_factory=dict)
     steps: list[Awaitable[dict[str, float]]] = field(default_factory=list)
-    """Metrics of each optimizer step; empty until the steps are requested from the trainer."""
+    """Metrics of each of `batches`; empty until they are sent to the trainer."""
     publishing: Awaitable[Published] | None = None
     """The publication of the next version, if it was requested together with the steps."""
-    seen: list[dict[str, float]] = field(default_factory=list)
-    """The metrics of the steps, once they are trained."""
+    answers: list[dict[str, float]] = field(default_factory=list)
+    """The metrics of each, once it is trained."""
     filtered: list[float] = field(default_factory=list)
     """Mean rewards of the groups that `[filter]` dropped since the batch before."""
     settled: dict[str, float] = field(default_factory=dict)
@@ -96,9 +120,25 @@ class StartedBatch:
         }
 
     async def make_steps(self) -> None:
-        """Wait until the trainer has made the steps sent so far; one in this process makes them now."""
-        while len(self.seen) < len(self.steps):
-            self.seen.append(await self.steps[len(self.seen)])
+        """Wait until the trainer is done with what was sent so far; one in this process does it now."""
+        while len(self.answers) < len(self.steps):
+            self.answers.append(await self.steps[len(self.answers)])
+
+    @property
+    def seen(self) -> list[dict[str, float]]:
+        """The metrics of each optimizer step that is trained: those of its last part, which cover all."""
+        return [seen for batch, seen in zip(self.batches, self.answers, strict=False) if batch.is_last]
+
+    @property
+    def by_step(self) -> list[list[Batch]]:
+        """The parts of each optimizer step."""
+        ends = [place for place, batch in enumerate(self.batches, start=1) if batch.is_last]
+        return [self.batches[start:stop] for start, stop in itertools.pairwise([0, *ends])]
+
+    @property
+    def may_be_given_up(self) -> bool:
+        """Parts are still to come, and no step was made: the weights are those of the version before."""
+        return bool(self.left) and not any(batch.is_last for batch in self.batches)
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -117,15 +157,15 @@ def unique_rollouts(batches: Sequence[Batch]) -> list[Rollout]:
     return list({id(rollout): rollout for batch in batches for rollout in batch.rollouts}.values())
 
 
-def sizes_taken(count: int, recipe: Recipe) -> list[int]:
-    """How many of a batch's `count` groups leave the buffer together: all, or those of one mini-batch after the other."""
-    parts = recipe.train.mini_batches if recipe.train.stream_mini_batches else 1
+def part_sizes(count: int, recipe: Recipe) -> list[int]:
+    """How many of a batch's `count` groups are in each part: all in one, or one part after the other."""
+    parts = recipe.stream_parts
     return [len(range(part, count, parts)) for part in range(parts)]
 
 
-def _num_parts(groups: Sequence[Group], recipe: Recipe) -> int:
+def _num_steps(groups: Sequence[Group], recipe: Recipe) -> int:
     """Mini-batches that groups are split into which left the buffer together."""
-    return 1 if recipe.train.stream_mini_batches else min(recipe.train.mini_batches, len(groups))
+    return 1 if recipe.stream_parts > 1 else min(recipe.train.mini_batches, len(groups))
 
 
 def columns_first(groups: Sequence[Group], recipe: Recipe) -> list[str]:
@@ -139,7 +179,7 @@ def columns_first(groups: Sequence[Group], recipe: Recipe) -> list[str]:
         REFERENCE: train.kl_in_reward or train.kl_target > 0,
         ENTROPY: train.entropy_quantile < 1,
     }
-    if train.epochs * _num_parts(groups, recipe) > 1:
+    if train.epochs * _num_steps(groups, recipe) > 1:
         fixed = () if train.epochs > 1 else (REFERENCE, TEACHER)  # the same at every step
         wanted |= {name: True for name in needed if name in COMPUTED and name not in fixed}
     rollouts = _rollouts(groups)
@@ -193,11 +233,14 @@ def make_batches(
     version: int,
     weights: TermWeights | None = None,
     reward_weights: Mapping[str, float] | None = None,
+    step: StepParts | None = None,
+    ends_step: bool = True,
     ends_version: bool = True,
 ) -> list[Batch]:
-    """One batch per optimizer step that this version makes of these groups. Each epoch trains every group, and from the second
-    on in other mini-batches, shuffled under the seed. `reward_weights` are those of the reward functions, by name, for
-    `train.normalize_each_reward`; 1 where none is given. `ends_version`: no other groups follow."""
+    """One batch per optimizer step that this version makes of these groups, or one if they are a part of `step`. Each epoch
+    trains every group, and from the second on in other mini-batches, shuffled under the seed. `reward_weights` are those of the
+    reward functions, by name, for `train.normalize_each_reward`; 1 where none is given. `ends_step`, `ends_version`: no other
+    groups follow."""
     train = recipe.train
     weights = weights or TermWeights(train.kl, train.entropy)
     settings: dict[str, Any] = {
@@ -221,13 +264,13 @@ def make_batches(
         entropies = _on_masks(trained, [rollout.columns[ENTROPY] for rollout in trained])
         floor = np.quantile(entropies, 1 - train.entropy_quantile, method="higher") if len(entropies) else 0.0
         settings["entropy_floor"] = max(0.0, float(floor))
-    remaining, parts = iter(pairs), _num_parts(groups, recipe)
+    remaining, parts = iter(pairs), _num_steps(groups, recipe)
     by_group = [[next(remaining) for episode in group.episodes for _ in episode.rollouts] for group in groups]
     for epoch in range(train.epochs):
         if epoch and parts > 1:
             order = np.random.default_rng([recipe.seed, version, epoch]).permutation(len(groups))
             by_group = [by_group[place] for place in order]
-        batches += [_make_batch(by_group[part::parts], recipe, settings) for part in range(parts)]
+        batches += [_make_batch(by_group[part::parts], recipe, settings, step, is_last=ends_step) for part in range(parts)]
     if ends_version and train.reference_every and batches and (version + 1) % train.reference_every == 0:
         batches[-1] = dataclasses.replace(batches[-1], reference_mix=train.reference_mix)
     return batches
@@ -247,13 +290,30 @@ def term_metrics(groups: Sequence[Group], weights: TermWeights, recipe: Recipe, 
     return metrics
 
 
-def _make_batch(groups: Sequence[list[tuple[Rollout, Array]]], recipe: Recipe, settings: dict[str, Any]) -> Batch:
+def _make_batch(
+    groups: Sequence[list[tuple[Rollout, Array]]],
+    recipe: Recipe,
+    settings: dict[str, Any],
+    step: StepParts | None,
+    *,
+    is_last: bool,
+) -> Batch:
     rollouts = [rollout for group in groups for rollout, _ in group]
     lengths = np.array([len(rollout) for rollout in rollouts], dtype=np.int64)
     mask = np.concatenate([np.zeros(0, dtype=bool), *(rollout.loss_mask for rollout in rollouts)])
     advantages = np.concatenate([np.zeros(0, dtype=np.float32), *(values for group in groups for _, values in group)])
-    weights = np.where(mask, np.repeat(_scales(lengths, mask, recipe).astype(np.float32), lengths), np.float32(0))
-    return Batch.from_columns(rollouts, advantages=advantages, weights=weights, **settings)
+    step = step or StepParts(len(groups))
+    step.add(_num_counted(groups, mask, recipe), num_groups=len(groups))
+    scales = _scales(lengths, mask, recipe, divisor=step.divisor).astype(np.float32)
+    return Batch.from_columns(
+        rollouts,
+        advantages=advantages,
+        weights=np.where(mask, np.repeat(scales, lengths), np.float32(0)),
+        part=step.num_made - 1,
+        is_last=is_last,
+        gradient_scale=step.divisor / max(step.counted, 1) if is_last else 1.0,
+        **settings,
+    )
 
 
 def _with_advantages(
@@ -355,18 +415,23 @@ def _sampled_kl(rollout: Rollout) -> float:
     return float((rollout.logprobs - rollout.columns[REFERENCE])[rollout.loss_mask].sum(dtype=np.float64))
 
 
-def _scales(lengths: Array, mask: Array, recipe: Recipe) -> Array:
-    """[rollouts]: the weight of its trained tokens. They sum to 1 over a batch; to the mean number of tokens with `sum`; to
-    less than 1 with `constant`, or if sequences count equally and some have no trained token."""
+def _num_counted(groups: Sequence[list[tuple[Rollout, Array]]], mask: Array, recipe: Recipe) -> int:
+    """How many tokens, rollouts or groups share the weight of a step."""
+    if recipe.train.mean_over == "token":
+        return int(np.count_nonzero(mask))
+    return len(groups) if recipe.train.mean_over == "constant" else sum(map(len, groups))
+
+
+def _scales(lengths: Array, mask: Array, recipe: Recipe, *, divisor: float) -> Array:
+    """[rollouts]: the weight of its trained tokens. Over a step they sum to 1; to the mean number of tokens with `sum`; to less
+    than 1 with `constant`, or if sequences count equally and some have no trained token."""
     train, count = recipe.train, len(lengths)
-    if train.mean_over == "sum":
-        return np.full(count, 1 / max(count, 1))
     if train.mean_over == "constant":
         return np.full(count, train.mini_batches / (train.batch * recipe.sampling.max_tokens))
-    if train.mean_over == "token":
-        return np.full(count, 1 / max(int(np.count_nonzero(mask)), 1))
+    if train.mean_over != "sequence":
+        return np.full(count, 1 / divisor)
     trained, stops = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)]), np.cumsum(lengths)
-    scales: Array = 1 / (count * np.maximum(trained[stops] - trained[stops - lengths], 1))
+    scales: Array = 1 / (divisor * np.maximum(trained[stops] - trained[stops - lengths], 1))
     return scales
 
 

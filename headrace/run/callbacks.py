@@ -81,7 +81,7 @@ class Callback:
         """Before the first version of this start: `state.version` is above 0 if the run is resumed."""
 
     def on_rollouts(self, state: CallbackState, groups: Sequence[Group]) -> Any:  # noqa: ANN401
-        """Scored groups, just before they are trained: all of a version, or with `train.stream_mini_batches` one mini-batch."""
+        """Scored groups, just before they are trained: all of a version, or with `train.stream_parts` some of them."""
 
     def on_step(self, state: CallbackState) -> Any:  # noqa: ANN401
         """A version is trained; its checkpoint is not written yet."""

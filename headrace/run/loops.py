@@ -100,7 +100,7 @@ async def _score(run: Run, finished: list[tuple[EpisodeInFlight, Episode]]) -> N
 async def train(run: Run, policy: PolicyState) -> None:
     """Trains and publishes one version after another until `run.leg_end`.
 
-    Waits for a batch, or for one mini-batch after the other, then for the trainer's steps. Woken by the policy's buffer when
+    Waits for a batch, or for one part of it after the other, then for the trainer's steps. Woken by the policy's buffer when
     `score` completes them, and by the trainer's answer. A trainer in another process gets the next batch while it still trains
     this one.
     """
@@ -121,6 +121,7 @@ async def train(run: Run, policy: PolicyState) -> None:
             run.room.set()
             await run.after_version(policy)
             started = await (ahead or _start_batch(run, policy, policy.version, policy.recipe))
+        policy.return_groups()  # parts of a version that no longer becomes whole
     except BaseException as failure:
         policy.return_groups(failure)
         raise
@@ -136,6 +137,8 @@ async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Reci
         if policy.unfinished is not None and not policy.buffer.ready.is_set():
             await policy.unfinished.make_steps()
             policy.unfinished.is_waiting = True
+            if policy.pace is not None:
+                policy.pace.trainer_is_idle()
             run.lend(policy)
         await run.observer.timeline("trainer").wait("wait-batch", policy.buffer.ready)
         if run.is_over(policy, version):
@@ -149,7 +152,7 @@ async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Reci
             if started is not None:
                 await policy.cancel_over_age(version)
                 return started
-            await run.resume_engines(policy)  # more is needed: a mini-batch, or a group in the place of a lost one
+            await run.resume_engines(policy)  # more is needed: a part, or a group in the place of a lost one
     return None
 
 

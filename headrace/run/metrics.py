@@ -198,8 +198,8 @@ class SkippedSteps:
         for is_skipped in was_skipped:
             self._in_a_row = self._in_a_row + 1 if is_skipped else 0
             is_limit_reached |= self._in_a_row == self._limit > 0
-        offending = [batch for batch, is_skipped in zip(started.batches, was_skipped, strict=True) if is_skipped]
-        rollouts, keep = unique_rollouts(offending), self._observer.keep_rollouts
+        offending = [parts for parts, is_skipped in zip(started.by_step, was_skipped, strict=True) if is_skipped]
+        rollouts, keep = unique_rollouts([batch for parts in offending for batch in parts]), self._observer.keep_rollouts
         kept = await asyncio.to_thread(keep, version, rollouts) if self._in_thread else keep(version, rollouts)
         where = "could not be kept" if kept is None else f"are in {kept}"
         steps = f"{len(offending)} of {len(started.seen)} steps" if len(started.seen) > 1 else "the step"

@@ -19,9 +19,11 @@ class Pace:
             groups_per_batch=recipe.train.groups_per_batch,
             limit=recipe.staleness.max_lag_limit,
             start=START_DEPTH,
+            parts=recipe.stream_parts,
             shares_device=shares_device,
         )
-        self._batch, self._left = recipe.train.groups_per_batch, 0
+        self._complete = 0
+        """Groups of the version that is trained now, or a later one, that were complete when it began."""
         self._group_size, self.slots = recipe.train.group_size, recipe.engine.slots * recipe.engine.num_engines
         self._free_since: float | None = None
         """When the trainer ran out of work."""
@@ -52,28 +54,32 @@ class Pace:
         self._latencies.append(now - submitted_at)
         self._arrivals += [now - (self._last or now)] * num_arrived
 
+    def trainer_is_idle(self) -> None:
+        """The trainer is done with what it has of a batch."""
+        self._free_since = time.perf_counter()
+
     def batch_taken(self, *, wanted_since: float) -> None:
-        """The trainer gets a batch, for which the train loop has waited."""
+        """The trainer gets a batch, or a part of one, for which the train loop has waited."""
         if self._free_since is not None:
             self._waited += time.perf_counter() - max(self._free_since, wanted_since)
             self._free_since = None
 
-    def trained(self, *, num_waiting: int, has_next: bool) -> bool:
-        """A version is trained while complete groups wait, not counting the next batch if the trainer has it; returns whether
-        the depth has changed."""
+    def trained(self, *, num_complete: int, is_busy: bool) -> bool:
+        """A version is trained, and so many groups that are not are complete. `is_busy`: the trainer has the next batch, or a
+        part of it. Returns whether the depth has changed."""
         now, last = time.perf_counter(), self._last
-        self._last, self._free_since = now, None if has_next else now
+        self._last, self._free_since = now, None if is_busy else now
         self._held += (now - self._noted_at) * self._empty
         self._noted_at = now
         observation = Observation(
             seconds=max(now - (last or now), 1e-9),
             waited=self._waited,
             held=self._held / max(now - (last or now), 1e-9),
-            left=self._left,
+            complete=self._complete,
             arrivals=tuple(self._arrivals),
             queued=self._queued or 0,
             latency=sum(self._latencies) / max(len(self._latencies), 1),
         )
-        self._left = num_waiting - (0 if has_next else self._batch)
+        self._complete = num_complete
         self._begin_version()
         return last is not None and self.controller.observe(observation)

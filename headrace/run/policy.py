@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
 from headrace.buffer import Group, JournalError
 from headrace.run.batches import (
     StartedBatch,
+    StepParts,
     TermWeights,
     adapt_weights,
     batch_to_score,
     columns_first,
     make_batches,
-    sizes_taken,
+    part_sizes,
     term_metrics,
     with_column,
 )
@@ -57,7 +59,8 @@ class PolicyState(PolicyGroups):
         """The trainer's weights are exactly `version`, not between two versions."""
         is_elsewhere = not self.trainer.is_inline
         self.skipped = SkippedSteps(limit=recipe.train.max_skipped, observer=observer, in_thread=is_elsewhere)
-        self._sizes = sizes_taken(self.buffer.batch, recipe)
+        self._sizes = part_sizes(self.buffer.batch, recipe)
+        self._parts_per_step = max(1, len(self._sizes) // recipe.train.mini_batches)
         self.buffer.want(self._sizes[0])
 
     # Training
@@ -65,12 +68,13 @@ class PolicyState(PolicyGroups):
     async def start_batch(
         self, version: int, recipe: Recipe, *, on_taken: Callable[[int, Sequence[Group]], Awaitable[None]]
     ) -> StartedBatch | None:
-        """Take a batch from the buffer, or its next mini-batch, and send its steps to the trainer; all calls are sent when this
-        returns. None if mini-batches are left, or a group could not be read back from the disk. `recipe`: the settings when the
-        batch was due; `on_taken` is called before the trainer gets anything."""
+        """Take a batch from the buffer, or its next part, and send its steps to the trainer; all calls are sent when this
+        returns. None if parts are left, or a group could not be read back from the disk. `recipe`: the settings when the batch
+        was due; `on_taken` is called before the trainer gets anything."""
         trainer = self.trainer
         started = self.unfinished or StartedBatch(version, [], steps_before=trainer.num_steps, left=list(self._sizes))
-        groups = await self._load(started, self._take(started))
+        left = list(started.left)
+        groups = await self._load(started, self._take(started), left=left)
         if not groups:
             return None
         await on_taken(version, groups)
@@ -81,6 +85,8 @@ class PolicyState(PolicyGroups):
         used, started.following = adapt_weights(groups, recipe, weights)
         started.scored += groups
         how: dict[str, Any] = {"weights": used, "reward_weights": self._reward_weights, "ends_version": not started.left}
+        if len(self._sizes) > 1:
+            how |= {"step": started.step, "ends_step": not self._left_of_step(started)}
         batches = make_batches(groups, recipe, version=version, **how)
         rate = learning_rate(recipe.train, version=version, steps=recipe.steps)
         started.batches += batches
@@ -92,22 +98,33 @@ class PolicyState(PolicyGroups):
             started.publishing = trainer.publish(version + 1, canary=self.canary)
         return started
 
+    def _left_of_step(self, started: StartedBatch) -> list[int]:
+        """The sizes of the parts that the optimizer step still lacks; none if one has just become whole."""
+        return started.left[: len(started.left) % self._parts_per_step]
+
     def _take(self, started: StartedBatch) -> list[Group]:
+        """All parts of a step that are there, at least one."""
+        sizes = self._left_of_step(started)
+        if not sizes:  # of the next step
+            sizes = started.left[: self._parts_per_step]
+            started.step = StepParts(sum(sizes))
+        there = [size for size, total in zip(sizes, itertools.accumulate(sizes), strict=True) if total <= self.buffer.num_available]
+        self.buffer.want(sum(there))
         taken = self.buffer.take()
         if not started.groups:
             self.started.append(started)  # what the next batch waits for may depend on it
         started.groups += taken
         started.is_waiting = False
-        del started.left[0]
+        del started.left[: len(there)]
         if not started.left:
             started.filtered, self.filtered = self.filtered, []
         self.buffer.want((started.left or self._sizes)[0])
         self._room.set()
         return taken
 
-    async def _load(self, started: StartedBatch, taken: list[Group]) -> list[Group]:
+    async def _load(self, started: StartedBatch, taken: list[Group], *, left: list[int]) -> list[Group]:
         """Read what waited on disk of the groups just taken. If some cannot be read, it counts as failed, the others go back to
-        where they were, and the result is empty."""
+        where they were, and the result is empty; the parts that are then to come were `left` before."""
         if all(group.stored is None for group in taken):
             return taken
         found = self.buffer.load(taken) if self.trainer.is_inline else await asyncio.to_thread(self.buffer.load, taken)
@@ -117,11 +134,11 @@ class PolicyState(PolicyGroups):
         if len(loaded) == len(taken):
             started.groups = before + loaded
             return loaded
-        started.groups, started.left = before, [len(taken), *started.left]
+        started.groups, started.left = before, left
         if not before:
             self.started.remove(started)
         self.filtered, started.filtered = started.filtered + self.filtered, []
-        self.buffer.want(len(taken))
+        self.buffer.want(left[0])
         self.buffer.put_back(loaded)
         for group, problem in zip(taken, found, strict=True):
             if isinstance(problem, JournalError):
@@ -140,8 +157,9 @@ class PolicyState(PolicyGroups):
             self.retries.forget(group.number)
         self.ledger.settle("trained", sum(group.num_episodes for group in started.groups))
         self.ledger.check()
+        taken = sum(len(following.groups) for following in self.started)
         if self.pace is not None and self.pace.trained(
-            num_waiting=self.buffer.num_available // self._units, has_next=bool(self.started)
+            num_complete=(self.buffer.num_available + taken) // self._units, is_busy=bool(self.started)
         ):
             self.renew_gate()
         self._tasks.hand_over()  # calls a user's sampler, which may raise

@@ -92,7 +92,7 @@ class PolicyGroups:
 
     @property
     def unfinished(self) -> StartedBatch | None:
-        """The batch of which mini-batches are still to leave the buffer, if there is one."""
+        """The batch of which parts are still to leave the buffer, if there is one."""
         return self.started[-1] if self.started and self.started[-1].left else None
 
     @property
@@ -170,7 +170,7 @@ class PolicyGroups:
 
     @property
     def num_missing(self) -> int:
-        """Groups that the next batch lacks, or the next mini-batch if they are taken one by one."""
+        """Groups that the next batch lacks, or its next part if they are taken one by one."""
         return max(0, -(-self.buffer.wanted // self._units) - self.buffer.num_available // self._units)
 
     def next_task(self) -> Task:

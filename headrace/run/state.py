@@ -177,15 +177,16 @@ class Run:
             await policy.in_flight.close()
 
     def stop(self) -> None:
-        """End early: wakes `train`, which returns once no version is begun."""
+        """End early: wakes `train`, which returns once no version's weights are begun."""
         self.is_stopping = True
         for policy in self.policies.values():
-            if policy.unfinished is None:
+            if self.is_over(policy, policy.version):
                 policy.buffer.ready.set()
 
     def is_over(self, policy: PolicyState, version: int) -> bool:
-        """Whether `version` is not to be trained in this leg; one that is begun is, although the run is to end."""
-        return policy.unfinished is None and (version >= self.leg_end or self.is_stopping)
+        """Whether `version` is not to be trained in this leg. One of which a step is made is, although the run is to end."""
+        unfinished = policy.unfinished
+        return (version >= self.leg_end or self.is_stopping) and (unfinished is None or unfinished.may_be_given_up)
 
     async def drained(self) -> None:
         """Wait until nothing is in flight. Woken by each completed or dropped group."""

@@ -21,7 +21,10 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
 
 MAX_IDLE = 0.03
 """Share of its time that the trainer may wait for batches."""
@@ -55,8 +58,8 @@ class Observation:
     waited: float
     held: float
     """The share of the engines' slots that were empty while the gate was closed, averaged over time."""
-    left: int
-    """Complete groups that were left over when the trainer needed its batch; negative: that many were missing."""
+    complete: int
+    """Untrained groups that were complete when the trainer could begin, those among them that it had already."""
     arrivals: tuple[float, ...]
     """When groups became complete after that, in seconds."""
     queued: int
@@ -64,10 +67,17 @@ class Observation:
     latency: float
     """Seconds from a group's submission until it was complete, on average."""
 
-    def wait_with(self, fewer: int) -> float:
-        """Seconds until the trainer's batch would have been complete with so many groups fewer ahead."""
-        missing = fewer - self.left
-        return 0.0 if missing <= 0 else self.arrivals[missing - 1] if missing <= len(self.arrivals) else self.seconds
+    def wait_with(self, fewer: int, *, parts: Sequence[int]) -> float:
+        """Seconds that the trainer would have waited with so many groups fewer ahead. It needs each of the batch's `parts`, of
+        so many groups, once those before are trained."""
+        trained = (self.seconds - self.waited) / len(parts)
+        now = waited = 0.0
+        for wanted in itertools.accumulate(parts):
+            missing = wanted - self.complete + fewer
+            known = 0.0 if missing <= 0 else self.arrivals[missing - 1] if missing <= len(self.arrivals) else self.seconds
+            waited += max(0.0, known - now)
+            now = max(now, known) + trained
+        return waited
 
 
 @dataclass(frozen=True)
@@ -81,9 +91,10 @@ class _Window:
     seen: tuple[Observation, ...]
     busy: float
     latency: float
+    parts: Sequence[int]
 
     @classmethod
-    def of(cls, seen: deque[Observation]) -> _Window:
+    def of(cls, seen: Collection[Observation], parts: Sequence[int]) -> _Window:
         seconds, longest = sum(each.seconds for each in seen), 2 * statistics.median(each.seconds for each in seen)
         return cls(
             idle=sum(each.waited for each in seen) / seconds,
@@ -93,11 +104,13 @@ class _Window:
             busy=statistics.fmean(min(each.seconds - each.waited, longest) for each in seen),
             latency=statistics.fmean(each.latency for each in seen),
             seen=tuple(seen),
+            parts=parts,
         )
 
     def idle_with(self, fewer: int) -> float:
         """The share of its time that the trainer would have waited with so many groups fewer ahead."""
-        return sum(each.wait_with(fewer) for each in self.seen) / sum(each.seconds for each in self.seen)
+        waited = sum(each.wait_with(fewer, parts=self.parts) for each in self.seen)
+        return waited / sum(each.seconds for each in self.seen)
 
 
 @dataclass(frozen=True)
@@ -130,9 +143,12 @@ class _Trial:
 class LagController:
     """Chooses the depth of the gate. It knows only what `observe` is told, so tests can simulate it."""
 
-    def __init__(self, *, groups_per_batch: int, limit: int, start: float, shares_device: bool = False) -> None:
-        """`limit` and `start` in versions."""
+    def __init__(
+        self, *, groups_per_batch: int, limit: int, start: float, parts: int = 1, shares_device: bool = False
+    ) -> None:
+        """`limit` and `start` in versions. `parts`: in which the trainer gets a batch."""
         self._batch, self._limit = groups_per_batch, limit * groups_per_batch
+        self._parts = [len(range(part, groups_per_batch, parts)) for part in range(parts)]
         self._step = max(1, groups_per_batch // 4)
         self._groups = min(self._limit, round(start * groups_per_batch))
         self._shares_device, self._has_tried_turns = shares_device, not shares_device
@@ -171,7 +187,7 @@ class LagController:
         self._wait, self._rest = max(0, self._wait - 1), max(0, self._rest - 1)
         if self._is_hopeless(observation):
             assert self._trial is not None
-            self._undo(self._trial, _Window.of(deque([observation])))
+            self._undo(self._trial, _Window.of([observation], self._parts))
             self._trial = None
             return True
         if self._unseen:
@@ -180,7 +196,7 @@ class LagController:
         self._seen.append(observation)
         if len(self._seen) < _FEWEST:
             return False
-        now, trial = _Window.of(self._seen), self._trial
+        now, trial = _Window.of(self._seen, self._parts), self._trial
         self._trial = None
         if trial is not None and not self._shares_device and _change(trial.seen.busy, now.busy) > _OTHER_RATES:
             self._forget()  # not of the trial: how long training takes does not depend on the depth

@@ -179,8 +179,6 @@ def _check_waiting(recipe: Recipe, given: str) -> None:
             f"{given}: with buffer.unit = 'episode' lost episodes are replaced by whole groups, so that {too_many}; set it to "
             f"'group'"
         )
-    if recipe.train.is_streamed:
-        raise ConfigError(f"{given}: it counts whole batches; set train.stream_mini_batches = false")
     if is_ordered(recipe):
         order = "exact = true" if recipe.exact else f"buffer.order = '{recipe.buffer.order}'"
         raise ConfigError(f"{given}: with {order} the trainer waits for other groups; set it to 'refill'")

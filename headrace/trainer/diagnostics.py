@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Diagnostics:
-    """Metrics of one batch. Sums stay on the device, in float64, until `metrics` reads them all: no pass waits for the host."""
+    """Metrics of one step. Sums stay on the device, in float64, until `metrics` reads them all: no pass waits for the host."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -81,14 +81,14 @@ class Diagnostics:
         for name, total in totals.items():
             self._totals[name] = self._totals.get(name, 0) + total.double()
 
-    def metrics(self, ranks: Ranks | None = None) -> Metrics:
-        """Return means over tokens, ESS = (Σρ)²/(n Σρ²), the same of the correction's weights, χ² = E[ρ²] − 1 and the spread of
+    def metrics(self, ranks: Ranks | None = None, *, scale: float = 1.0) -> Metrics:
+        """Return the loss times `scale`, means over tokens, ESS = (Σρ)²/(n Σρ²), the same of the correction's weights, χ² = E[ρ²] − 1 and the spread of
         versions; of all ranks' tokens, if there are several."""
         sums, totals, largest = self._read(ranks)
         count = sums.pop("tokens")
         if largest is None:
             return {
-                "loss": sum(sums.values()),
+                "loss": scale * sum(sums.values()),
                 **dict.fromkeys(("tokens", "mismatch", "mismatch_max", "ess", "chi2", "version_spread"), 0.0),
             }
         mismatch_max, newest, minus_oldest = largest
@@ -96,7 +96,7 @@ class Diagnostics:
         squared, correction_squared = sums.pop("ratio_squared"), sums.pop("correction_squared")
         mismatch = sums.pop("mismatch") / max(sums.pop("is_current"), 1)
         return {
-            "loss": sums.pop("loss"),
+            "loss": scale * sums.pop("loss"),
             "tokens": count,
             **{name: total / count for name, total in sums.items()},
             "mismatch": mismatch,

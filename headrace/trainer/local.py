@@ -74,6 +74,8 @@ class LocalTrainer:
         def step() -> Metrics:
             unpacked = _unpacked(batch)
             seen = self._trainer.forward_backward(unpacked)
+            if not unpacked.is_last:
+                return seen
             self._wait_for_copies()
             self.num_steps += 1
             seen |= self._trainer.optim_step(learning_rate)

@@ -91,10 +91,10 @@ class FlatOptimizer:
         return rule, 1.0 if group is None else group.learning_rate, decay if is_matrix else 0.0
 
     @torch.no_grad()
-    def step(self, *learning_rates: float) -> Tensor:
-        """Step with the accumulated gradient, then zero it. Takes a learning rate and returns a gradient norm per arena. If any
+    def step(self, *learning_rates: float, times: float = 1.0) -> Tensor:
+        """Step with `times` the accumulated gradient, then zero it. Takes a learning rate and returns a gradient norm per arena. If any
         norm is not finite, weights and moments do not change and the step is not counted."""
-        norm, scale = torch.linalg.vector_norm, 1.0 if self.loss_scale is None else self.loss_scale.value
+        norm, scale = torch.linalg.vector_norm, (1.0 if self.loss_scale is None else self.loss_scale.value) / times
         self._add_up()
         norms = torch.stack([norm(torch.stack([norm(s.gradient) for s in segments])) for segments in self._arenas]) / scale
         norms = self._join(norms)
@@ -105,9 +105,13 @@ class FlatOptimizer:
         for segments, learning_rate, shrink in zip(self._arenas, learning_rates, shrinks, strict=True):
             for segment in segments:
                 segment.update(learning_rate, step=step, shrink=shrink, is_odd=is_odd)
-                segment.gradient.zero_()
+        self.zero_gradient()
         self.num_steps += 1 - is_odd
         return norms
+
+    def zero_gradient(self) -> None:
+        for segment in itertools.chain.from_iterable(self._arenas):
+            segment.gradient.zero_()
 
     def _add_up(self) -> None:
         """Sum gradients over ranks: of a sharded arena its ranks have done so pass by pass, and only replicas are left."""

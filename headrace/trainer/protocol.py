@@ -31,10 +31,10 @@ class Trainer(Protocol):
         updates."""
 
     def forward_backward(self, batch: Batch) -> Metrics:
-        """Accumulate the batch's gradient; return metrics of the passes."""
+        """Accumulate the batch's gradient; return metrics of its passes, and of those of the step's parts before it."""
 
     def optim_step(self, learning_rate: float) -> Metrics:
-        """Take one optimizer step with the accumulated gradient, then zero it."""
+        """Take one optimizer step with the accumulated gradient, times the last batch's `gradient_scale`; then zero it."""
 
     def mix_reference(self, share: float) -> None:
         """Set the reference's weights to share · current + (1 − share) · reference. Called after an optimizer step whose batch
@@ -80,7 +80,8 @@ class PolicyTrainer(Protocol):
     async def forward(self, batch: Batch, *, column: str = PROXIMAL) -> list[Array]: ...
 
     def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[Metrics]:
-        """Train one batch: gradient and optimizer step. Steps run in the order of the calls."""
+        """Train one batch: its gradient, and the optimizer step if it is its step's last part. They run in the order of the
+        calls."""
 
     def publish(self, version: int, *, canary: Batch, whole: bool = False) -> Awaitable[Published]:
         """Make the weights ready for the engines as `version`; later steps wait until they are copied. `whole`: a retry after a

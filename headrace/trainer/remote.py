@@ -67,7 +67,7 @@ class RemoteTrainer:
         return list(await self._call("forward", batch=batch, column=column))
 
     def step(self, batch: Batch, *, learning_rate: float) -> Answer[Metrics]:
-        self.num_steps += 1
+        self.num_steps += batch.is_last
         return self._call("step", _joined_metrics, batch=batch, learning_rate=learning_rate)
 
     def publish(self, version: int, *, canary: Batch, whole: bool = False) -> Answer[Published]:

@@ -13,7 +13,7 @@ from headrace.trainer.parameter_groups import ParameterSettings  # noqa: TC001  
 from headrace.trainer.schedule import check_schedule
 
 _LEAST = {
-    "threads": 0, "batch": 1, "mini_batches": 1, "epochs": 1, "reference_every": 0, "max_skipped": 0, "restarts": 0,
+    "threads": 0, "batch": 1, "mini_batches": 1, "stream_parts": 0, "epochs": 1, "reference_every": 0, "max_skipped": 0, "restarts": 0,
     "warmup_steps": 0, "decay_steps": 0, "micro_batch_tokens": 16,
 }  # fmt: skip
 
@@ -31,9 +31,10 @@ class TrainSettings:
     """Rollouts of one task, compared with each other."""
     mini_batches: int = 1
     """Optimizer steps per version, or per epoch of it."""
-    stream_mini_batches: bool = False
-    """Each step is made as soon as the groups of its mini-batch are complete, instead of when the whole batch is. A version
-    still has `mini_batches` steps, and is published after the last."""
+    stream_parts: int = 0
+    """Parts of a batch, a multiple of mini_batches. The trainer gets each as soon as its groups are complete, and adds up their
+    gradients; a step is made once all parts of its mini-batch are trained. 1 waits for the whole batch. 0 takes 4, fewer of a
+    small batch, and 1 with several mini-batches or where something needs the whole batch."""
     epochs: int = 1
     """How often a version trains its batch, each time in other mini-batches. Each epoch adds `mini_batches` optimizer steps;
     ratios stay those to the policy at the version's start."""
@@ -157,11 +158,11 @@ class TrainSettings:
             check(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number ≥ 0")
         for name in ("learning_rate", "eps"):
             check(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
-        num_trained, num_ranks = self.batch // self.mini_batches, self.parallel.ranks
-        if num_trained < num_ranks:
-            parts = f" in {self.mini_batches} mini-batches" if self.mini_batches > 1 else ""
-            fix = f"set it to at least {num_ranks * self.mini_batches}, or take fewer ranks (train.parallel)"
-            raise ConfigError(f"batch = {self.batch}{parts}: a step has fewer rollouts than the {num_ranks} ranks; {fix}")
+        parts, num_ranks = max(self.mini_batches, self.stream_parts), self.parallel.ranks
+        if self.batch // parts < num_ranks:
+            given = f" in {parts} {'parts' if self.stream_parts > self.mini_batches else 'mini-batches'}" if parts > 1 else ""
+            fix = f"set it to at least {num_ranks * parts}, or take fewer ranks (train.parallel)"
+            raise ConfigError(f"batch = {self.batch}{given}: a pass has fewer rollouts than the {num_ranks} ranks; {fix}")
         check_schedule(self)
         for name in ("reference_mix", "entropy_quantile", "entropy_step"):
             check(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1")
@@ -183,8 +184,10 @@ class TrainSettings:
         least = self.mini_batches * self.group_size
         why = f"at most the {groups} groups of a batch; set batch to {least} or more, or it to {groups} or fewer"
         check(groups >= self.mini_batches, "mini_batches", self.mini_batches, why)
-        if self.is_streamed:
-            self._check_streamed()
+        if self.stream_parts > 1:
+            why = f"a multiple of mini_batches = {self.mini_batches}, at most the {groups} groups of a batch; or 1"
+            fits = self.stream_parts % self.mini_batches == 0 and self.stream_parts <= groups
+            check(fits, "stream_parts", self.stream_parts, why)
         wanted = loss_traits(self.loss).mean
         if wanted and self.mean_over != wanted:
             given = f"loss_mean = '{self.loss_mean}': loss = '{self.loss}' is defined by the mean '{wanted}'"
@@ -214,26 +217,6 @@ class TrainSettings:
         if self.reference_mix < 1 and not self.reference_every:
             given = f"reference_mix = {self.reference_mix:g}"
             raise ConfigError(f"{given}: the reference stays as it is with reference_every = 0; set that to some versions")
-
-    def _check_streamed(self) -> None:
-        """Refuse what looks at a version's whole batch before its first step."""
-        whole = {
-            f"epochs = {self.epochs}": self.epochs > 1,
-            f"advantage = '{self.advantage}'": self.advantage == "global",
-            f"scale_rewards = '{self.scale}'": self.scale == "batch",
-            f"entropy_quantile = {self.entropy_quantile:g}": self.entropy_quantile < 1,
-            f"entropy_target = {self.entropy_target:g}": self.entropy_target > 0,
-            f"kl_target = {self.kl_target:g}": self.kl_target > 0,
-        }
-        for given, needs_whole in whole.items():
-            if needs_whole:
-                why = f"{given} needs the whole batch before the first step"
-                raise ConfigError(f"stream_mini_batches = true: {why}; set it to false")
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether steps are made before the batch is whole."""
-        return self.stream_mini_batches and self.mini_batches > 1
 
     @property
     def mean_over(self) -> str:

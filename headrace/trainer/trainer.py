@@ -148,6 +148,7 @@ class DeviceTrainer:
             holder = nn.ModuleDict({saving.VALUE_HEAD: self._values})
             trained.append((Arena.adopt(holder), dict(holder.named_parameters())))
             outer += dict(holder.named_parameters())
+        self._seen, self._gradient_scale, self._is_between_parts = Diagnostics(), 1.0, False
         self._is_loss_finite = True
         self.optimizer = FlatOptimizer(
             trained,
@@ -219,7 +220,11 @@ class DeviceTrainer:
         if columns.get(PROXIMAL):
             given |= batch_corrections(batch, columns[PROXIMAL])
 
-        seen = Diagnostics()
+        if batch.part == 0:
+            self._seen = Diagnostics()
+            if self._is_between_parts:
+                self.optimizer.zero_gradient()
+        seen, self._is_between_parts, self._gradient_scale = self._seen, not batch.is_last, batch.gradient_scale
         # All passes are packed and on their way to the device before the first starts, so that none waits for the host.
         for each in [_Pass.of(*each, rollouts, given, columns) for each in self._passes(rollouts)]:
             self.num_passes += 1
@@ -232,7 +237,7 @@ class DeviceTrainer:
                 self._train_pass(batch, each, seen, watched)
             if differs is not None:
                 seen.add_routing(differs, each.packed)
-        metrics = seen.metrics(self._ranks)
+        metrics = seen.metrics(self._ranks, scale=batch.gradient_scale)
         self._is_loss_finite = math.isfinite(metrics["loss"])
         return metrics
 
@@ -241,7 +246,7 @@ class DeviceTrainer:
         if self._values is not None:
             times = settings.value_learning_rate / settings.learning_rate or _VALUE_TIMES
             rates["value_learning_rate"] = times * learning_rate
-        norms, scale = self.optimizer.step(*rates.values()).tolist(), self.optimizer.loss_scale
+        norms, scale = self.optimizer.step(*rates.values(), times=self._gradient_scale).tolist(), self.optimizer.loss_scale
         is_finite, is_overflow = bool(np.isfinite(norms).all()), False
         if scale is not None:
             scaling["loss_scale"] = scale.value
