@@ -348,8 +348,8 @@ def test_every_section_is_documented() -> None:
             "staleness.rejected = 'wait': buffer.kind = 'ring' drops what",
         ),
         (
-            {"train": {"mini_batches": 2, "stream_mini_batches": True}, "staleness": {"max_lag": 1, "rejected": "wait"}},
-            "staleness.rejected = 'wait': it counts whole batches; set train.stream_mini_batches = false",
+            {"train": {"stream_parts": 2}, "staleness": {"max_lag": 1, "rejected": "wait"}},
+            "train.stream_parts = 2: staleness.rejected = 'wait' counts whole batches; set it to 1",
         ),
         (
             {"partial.cancel": "over_age", "staleness.rejected": "wait"},
@@ -455,21 +455,38 @@ def test_a_number_that_must_crash_later_is_refused_now(settings: dict) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"train.epochs": 2}, "epochs = 2 needs the whole batch before the first step"),
-        ({"train.advantage": "global", "train.scale_rewards": "none"}, "advantage = 'global' needs"),
-        ({"train.scale_rewards": "batch"}, "scale_rewards = 'batch' needs"),
-        ({"train.entropy_quantile": 0.5}, "entropy_quantile = 0.5 needs"),
-        ({"train.entropy_target": 0.5}, "entropy_target = 0.5 needs"),
-        ({"train.kl": 0.1, "train.kl_target": 0.5}, "kl_target = 0.5 needs"),
-        ({"exact": True}, "when a step is made depends on timing, which exact = true does not allow"),
+        ({"train.epochs": 2}, "train.epochs = 2 needs the whole batch before the first step"),
+        ({"train.advantage": "global", "train.scale_rewards": "none"}, "train.advantage = 'global' needs"),
+        ({"train.scale_rewards": "batch"}, "train.scale_rewards = 'batch' needs"),
+        ({"train.entropy_quantile": 0.5}, "train.entropy_quantile = 0.5 needs"),
+        ({"train.entropy_target": 0.5}, "train.entropy_target = 0.5 needs"),
+        ({"train.kl": 0.1, "train.kl_target": 0.5}, "train.kl_target = 0.5 needs"),
+        ({"exact": True}, "when a part is trained depends on timing, which exact = true does not allow"),
         ({"staleness.max_lag": 0}, "a synchronous buffer is for batches that are generated, then trained"),
-        ({"staleness.max_lag": "auto"}, "staleness.max_lag = 'auto' measures the wait for whole batches"),
+        ({"train.router_aux": 0.1}, "train.router_aux = 0.1 is a mean over all tokens of a step"),
+        ({"train.loss": "m2po"}, "the correction 'm2po' compares all tokens of a step"),
     ],
 )
-def test_what_needs_a_whole_batch_is_refused_with_streamed_mini_batches(settings: dict, problem: str) -> None:
-    given = {"train.batch": 16, "train.stream_mini_batches": True, "staleness.max_lag": 1, **settings}
-    assert f"train.stream_mini_batches = true: {problem}" in refusal({**given, "train.mini_batches": 2})
-    make_recipe({**given, "train.mini_batches": 1})  # of which nothing is streamed
+def test_what_needs_a_whole_batch_is_refused_in_parts_and_chooses_one_by_itself(settings: dict, problem: str) -> None:
+    given = {"train.batch": 64, "staleness.max_lag": 1, **settings}
+    assert f"train.stream_parts = 2: {problem}" in refusal({**given, "train.stream_parts": 2})
+    recipe = make_recipe(given)
+    assert (recipe.train.stream_parts, recipe.stream_parts) == (0, 1)
+
+
+def test_the_usual_parts_of_a_batch() -> None:
+    def parts(**settings: object) -> int:
+        return make_recipe({"train": {"batch": 64, **settings}}).stream_parts
+
+    assert parts() == 4 and parts(batch=48) == 3 and parts(batch=24) == 1
+    assert parts(mini_batches=2) == 1 and parts(mini_batches=2, stream_parts=8) == 8
+    assert parts(parallel={"shard": 8}) == 2, "each rank gets some rollouts of each part"
+    assert make_recipe({"train.batch": 64, "orchestrate": "inline"}).stream_parts == 1
+    assert make_recipe({"train.batch": 64, "staleness.max_lag": "auto"}).stream_parts == 4
+    why = "must be a multiple of mini_batches = 2, at most the 8 groups of a batch; or 1"
+    for wrong in (3, 10):
+        assert why in refusal({"train": {"batch": 64, "mini_batches": 2, "stream_parts": wrong}})
+    make_recipe({"train": {"batch": 64, "mini_batches": 2, "stream_parts": 2, "loss": "m2po"}})  # each a step of its own
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ AXES: dict[str, dict[str, str]] = {
     "training": {
         "train.loss": "{}",
         "train.mini_batches": "{} mini-batches",
-        "train.stream_parts": "streamed in {} parts",
+        "train.stream_parts": "streamed",
         "engine.lend": "lends when idle",
     },
 }

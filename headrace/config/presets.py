@@ -349,6 +349,7 @@ PRESETS: dict[str, Preset] = {
             "staleness.gate": ("none", "generation never stops"),
             "staleness.max_lag": (8, "nothing rejects by it; set staleness.reject = 'oldest' to"),
             "staleness.reject": ("never", "its max_lag is optional, and not set"),
+            "train.stream_parts": (0, "micro-batches are trained as they come, and their gradients add up to a step"),
             "partial.interrupt": ("keep", "in-flight updates: weights change between two decode steps, the KV cache stays"),
             "sync.transport": ("collective", "weights are broadcast, after a notice to the engines"),
         },

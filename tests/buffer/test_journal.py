@@ -571,7 +571,7 @@ def test_a_fault_of_the_disk_while_a_run_goes_on_loses_nothing_else(
     monkeypatch.setattr(Segments, "read", reading)
     monkeypatch.setattr(Segments, "append", appending)
     settings = {**SETTINGS, "buffer": buffer, "checkpoint": {"every": 10}, "staleness": {"max_lag": 4}}
-    settings["train"] = {"mini_batches": parts, "stream_mini_batches": True}
+    settings["train"] = {"mini_batches": parts, "stream_parts": parts}
     result = small_run(tmp_path / "run", callbacks=[seen], quiet=False, **settings)
     ids = [episode.id for batch in seen.batches for group in batch for episode in group.episodes]
     assert len(ids) == len(set(ids)) == 6 * 16 and closes(result.summary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 
 import numpy as np
 import pytest
@@ -16,7 +17,16 @@ from headrace.bench.stubs import answer
 from headrace.buffer import Group
 from headrace.config import make_recipe
 from headrace.records import Batch, Episode, FinishReason, Rollout, Scored
-from headrace.run.batches import TermWeights, adapt_weights, columns_first, make_batches, sizes_taken, term_metrics, with_column
+from headrace.run.batches import (
+    StepParts,
+    TermWeights,
+    adapt_weights,
+    columns_first,
+    make_batches,
+    part_sizes,
+    term_metrics,
+    with_column,
+)
 from headrace.run.session import fewer_gc_pauses
 from headrace.settings import ConfigError
 from headrace.staleness import Rejection
@@ -359,21 +369,54 @@ def test_every_epoch_trains_each_group_once_in_other_mini_batches() -> None:
     assert other[-1].reference_mix == 0.0 and [b.rollouts for b in other[3:]] != [b.rollouts for b in steps[3:]]
 
 
-@pytest.mark.parametrize("mean", ["token", "sequence", "sum", "constant"])
+MEANS = ("token", "sequence", "sum", "constant")
+
+
+@pytest.mark.parametrize("mean", MEANS)
 def test_a_mini_batch_taken_alone_is_the_one_that_the_whole_batch_would_have_made(mean: str) -> None:
     made = answered(3, rewards=[1.0, 0.5, 0.0, -2.0, 4.0])
     train = {"batch": 10, "group_size": 2, "mini_batches": 3, "loss_mean": mean, "kl": 0.1, "reference_every": 2}
     waits, recipe = (
-        make_recipe({"train": {**train, "stream_mini_batches": is_on}, "staleness": {"max_lag": 1, "correct": "tis"}})
-        for is_on in (False, True)
+        make_recipe({"train": {**train, "stream_parts": parts}, "staleness": {"max_lag": 1, "correct": "tis"}})
+        for parts in (1, 3)
     )
-    whole, sizes = make_batches(made, waits, version=3), sizes_taken(len(made), recipe)
-    assert sizes == [2, 2, 1] and sizes_taken(len(made), waits) == [5]
+    whole, sizes = make_batches(made, waits, version=3), part_sizes(len(made), recipe)
+    assert sizes == [2, 2, 1] and part_sizes(len(made), waits) == [5]
     for part, (size, expected) in enumerate(zip(sizes, whole, strict=True)):
         groups = made[part::3]
         assert len(groups) == size and columns_first(groups, recipe) == [], "each step is its own start"
         (batch,) = make_batches(groups, recipe, version=3, ends_version=part == 2)
         assert batch == expected
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (4, 1), (1, 4), (5,)])
+def test_the_parts_of_a_step_weigh_as_the_whole_does_once_the_last_is_scaled(mean: str, sizes: tuple[int, ...]) -> None:
+    """Groups of different lengths, and one without a trained token."""
+    made = [*answered(3, rewards=[1.0, 0.5]), *answered(8, rewards=[0.0, -2.0]), *answered(5, rewards=[4.0])]
+    nothing = [rollout.replace(loss_mask=np.zeros(len(rollout), dtype=bool)) for rollout in members(made[1:2])]
+    episodes = tuple(each.replace(rollouts=(r,)) for each, r in zip(made[1].episodes, nothing, strict=True))
+    made[1] = dataclasses.replace(made[1], episodes=episodes)
+    train = {"batch": 10, "group_size": 2, "loss_mean": mean, "reference_every": 2, "kl": 0.1}
+    recipe = make_recipe({"train": {**train, "stream_parts": len(sizes)}, "staleness.max_lag": 1})
+    (whole,) = make_batches(made, make_recipe({"train": train, "staleness.max_lag": 0}), version=3)
+    step, starts = StepParts(len(made)), [0, *itertools.accumulate(sizes)]
+    parts = [
+        make_batches(made[start:stop], recipe, version=3, step=step, ends_step=stop == 5, ends_version=stop == 5)
+        for start, stop in itertools.pairwise(starts)
+    ]
+    batches = [batch for (batch,) in parts]
+    assert [batch.part for batch in batches] == [*range(len(sizes))]
+    assert [batch.is_last for batch in batches] == [False] * (len(sizes) - 1) + [True]
+    assert [batch.reference_mix for batch in batches] == [0.0] * (len(sizes) - 1) + [1.0]
+    assert (whole.part, whole.is_last, whole.gradient_scale) == (0, True, 1.0)
+    scale = batches[-1].gradient_scale
+    assert 0.2 < scale < 5 and (scale == 1.0 or mean == "token") and all(batch.gradient_scale == 1 for batch in batches[:-1])
+    assert [r for batch in batches for r in batch.rollouts] == [*whole.rollouts]
+    for ours, theirs in zip([each for batch in batches for each in batch.advantages], whole.advantages, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for ours, theirs in zip([each for batch in batches for each in batch.weights], whole.weights, strict=True):
+        np.testing.assert_allclose(scale * ours, theirs, rtol=1e-6)
 
 
 @needs("entropy")

@@ -34,6 +34,8 @@ class Pipeline:
     batch: int = 16
     slots: int = 64
     """Groups generated at once."""
+    parts: int = 1
+    """In which the trainer gets a batch."""
     train: float = 1.0
     """A version's training."""
     generate: float = 1.0
@@ -59,8 +61,11 @@ class Pipeline:
     scoring: list[Simulated] = field(default_factory=list, init=False)
     buffered: deque[Simulated] = field(default_factory=deque, init=False)
     ahead: list[Simulated] | None = field(default=None, init=False)
+    """The part that is trained next."""
+    taken: list[Simulated] = field(default_factory=list, init=False)
+    """Groups of the version in training, those of `ahead` not yet."""
     training: float = field(default=-1.0, init=False)
-    """Seconds of training left; negative while the trainer waits."""
+    """Seconds of a part's training left; negative while the trainer waits."""
     dropped: int = field(default=0, init=False)
     bias: LengthBias = field(default_factory=LengthBias, init=False)
     trained: set[int] = field(default_factory=set, init=False)
@@ -76,7 +81,7 @@ class Pipeline:
 
     def _start_version(self) -> None:
         self._began, self._waited, self._held, self._queued, self._latencies = self.now, 0.0, 0.0, 10**9, []
-        self._left, self._arrivals = len(self.buffered) - (0 if self.training >= 0 else self.batch), []
+        self._complete, self._arrivals = len(self.buffered) + len(self.taken) + len(self.ahead or ()), []
 
     def run(self, controller: LagController | None = None, *, versions: int, depth: float = 1.0) -> None:
         """Train so many more versions, with the controller's depth or a fixed one."""
@@ -101,7 +106,7 @@ class Pipeline:
             seconds=seconds,
             waited=self._waited,
             held=self._held / seconds,
-            left=self._left,
+            complete=self._complete,
             arrivals=tuple(self._arrivals),
             queued=self._queued,
             latency=latency,
@@ -136,20 +141,22 @@ class Pipeline:
             self.bias.ended(group.number, [round(1000 * group.length)])
         if self.ahead is None:
             self._drop_old()
-        if self.ahead is None and len(self.buffered) >= self.batch:
-            self.ahead = [self.buffered.popleft() for _ in range(self.batch)]
+        size = self.batch // self.parts
+        if self.ahead is None and len(self.buffered) >= size:
+            self.ahead = [self.buffered.popleft() for _ in range(size)]
         if self.training >= 0:
             self.training -= STEP * speed
         else:
             self._waited += STEP
-        if self.training < 0 and is_training:
-            self.version += 1
+        if self.training < 0 and len(self.taken) == self.batch:
+            self.lags.append(sum(self.version - group.version for group in self.taken) / self.batch)
+            self.version, self.taken = self.version + 1, []
         if self.training < 0 and self.ahead is not None:
-            self.lags.append(sum(self.version - group.version for group in self.ahead) / self.batch)
             for group in self.ahead:
                 self.bias.trained(group.number)
                 self.trained.add(group.number)
-            self.training, self.ahead = self.train - STEP, None
+            self.taken += self.ahead
+            self.training, self.ahead = self.train / self.parts - STEP, None
         return self.version > before
 
     def _drop_old(self) -> None:

@@ -37,7 +37,7 @@ class TimedEngine(InstantEngine):
 
 
 class TimedTrainer(StubTrainer):
-    """Takes one step after the other, as a trainer in another process does; `idle` seconds before each."""
+    """Takes one part after the other, as a trainer in another process does, and `seconds` for a version; `idle` before each."""
 
     def __init__(self, lineage: Lineage, seconds: float, device: SharedDevice | None = None) -> None:
         super().__init__(lineage, is_inline=False)
@@ -53,9 +53,11 @@ class TimedTrainer(StubTrainer):
         if before is not None:
             await before
         now = asyncio.get_running_loop().time()
+        seconds = self.seconds * len(batch.rollouts) / 16
         self.lags.append(max(batch.version - int(rollout.versions.max()) for rollout in batch.rollouts))
-        self.idle.append(now - self._free_at)
-        await (asyncio.sleep(self.seconds) if self._device is None else self._device.work("trainer", self.seconds))
+        self.idle += [0.0] * (batch.version + 1 - len(self.idle))
+        self.idle[-1] += now - self._free_at
+        await (asyncio.sleep(seconds) if self._device is None else self._device.work("trainer", seconds))
         self._free_at = asyncio.get_running_loop().time()
         return await step
 
@@ -91,13 +93,14 @@ def simulate(
     at: Any = None,
     reward: Any = None,
     device: SharedDevice | None = None,
+    parts: int = 1,
     **settings: Any,
 ) -> tuple:
     """(the run, its trainer, the gate's depth after each version); `at(policy, trainer)` may change how long things take."""
     recipe = make_recipe(
         {
             **{"steps": 10_000, "deadline": 1e6, "sampling": {"max_tokens": 4}, "engine": {"slots": 128}},
-            **{"train": {"batch": 16, "group_size": 2}, "sync": {"canary_limit": 1e9}, **settings},
+            **{"train": {"batch": 16, "group_size": 2, "stream_parts": parts}, "sync": {"canary_limit": 1e9}, **settings},
         }
     )
     prompts = [str(number) for number in range(7)]
@@ -128,13 +131,23 @@ def constant(completion: str, **_: object) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize(("generate", "sigma", "least"), [(0.3, 0.0, 1.0), (2.5, 0.0, 3.0), (1.0, 1.0, 1.5)])
-def test_the_real_loops_keep_the_trainer_busy(generate: float, sigma: float, least: float) -> None:
+@pytest.mark.parametrize(
+    ("generate", "sigma", "parts", "least", "most"),
+    [
+        (0.3, 0.0, 1, 1.0, 2.0),
+        (2.5, 0.0, 1, 3.0, 4.0),
+        (1.0, 1.0, 1, 1.5, 2.5),
+        (0.3, 0.0, 4, 0.25, 0.75),
+        (2.5, 0.0, 4, 2.5, 2.75),
+        (1.0, 1.0, 4, 1.25, 1.75),
+    ],
+)
+def test_the_real_loops_keep_the_trainer_busy(generate: float, sigma: float, parts: int, least: float, most: float) -> None:
     engine = TimedEngine(generate, sigma=sigma)
-    run, trainer, depths = simulate(engine=engine, train=1.0, versions=80)
+    run, trainer, depths = simulate(engine=engine, train=1.0, versions=80, parts=parts)
     policy = run.policies[POLICY]
     assert fmean(trainer.idle[-30:]) < 0.03, "seconds a version, of one that takes 1 s"
-    assert least <= depths[-1] == policy.gate.depth <= least + 1
+    assert least <= depths[-1] == policy.gate.depth <= most
     assert policy.pace.controller.why.startswith("the trainer waits")
     counts = policy.ledger.counts()
     assert counts["rejected"] <= (0.03 if sigma else 0.0) * counts["trained"], "rejection is at the limit, far from the depth"

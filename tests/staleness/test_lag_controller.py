@@ -15,7 +15,8 @@ LAST = slice(-40, None)
 
 
 def controlled(pipeline: Pipeline, *, versions: int = 100, limit: int = 8) -> LagController:
-    controller = LagController(groups_per_batch=pipeline.batch, limit=limit, start=1.0, shares_device=pipeline.shares_device)
+    sizes = {"groups_per_batch": pipeline.batch, "parts": pipeline.parts}
+    controller = LagController(**sizes, limit=limit, start=1.0, shares_device=pipeline.shares_device)
     pipeline.run(controller, versions=versions)
     return controller
 
@@ -40,8 +41,9 @@ def moves(depths: list[float]) -> int:
         (Pipeline(generate=0.5, reward=2.0), 3.0),
         (Pipeline(generate=1.0, sigma=1.0), 1.5),
         (Pipeline(generate=1.5, sigma=1.0, slots=32, seed=3), 2.0),
+        (Pipeline(generate=1.0, sigma=1.0, parts=4), 0.75),
     ],
-    ids=["slow trainer", "balanced", "slow engines with slots", "slow reward", "long tail", "longer tail"],
+    ids=["slow trainer", "balanced", "slow engines with slots", "slow reward", "long tail", "longer tail", "long tail in parts"],
 )
 def test_the_trainer_is_kept_busy_with_the_least_lag(pipeline: Pipeline, least: float) -> None:
     """`least`: the smallest depth, of whole and half versions, with which it is about busy."""
@@ -128,7 +130,7 @@ def test_the_limit_is_never_passed() -> None:
 
 
 def test_a_slow_disk_now_and_then_moves_nothing() -> None:
-    steady = Observation(seconds=1.0, waited=0.01, held=0.1, left=0, arrivals=(), queued=0, latency=0.5)
+    steady = Observation(seconds=1.0, waited=0.01, held=0.1, complete=16, arrivals=(), queued=0, latency=0.5)
     controller = LagController(groups_per_batch=16, limit=8, start=1.0)
     for number in range(100):
         controller.observe(replace(steady, seconds=3.0, waited=0.0) if number % 10 == 9 else steady)
@@ -149,22 +151,30 @@ def test_a_resumed_run_goes_on_with_its_depth() -> None:
 
 
 def test_what_fewer_ahead_would_cost_follows_from_what_was_left_and_what_came() -> None:
-    seen = Observation(seconds=1.0, waited=0.0, held=0.0, left=2, arrivals=(0.1, 0.4), queued=0, latency=1.0)
-    assert [seen.wait_with(fewer) for fewer in range(6)] == [0, 0, 0, 0.1, 0.4, 1.0]
-    short = replace(seen, left=-1, waited=0.1)
-    assert [short.wait_with(fewer) for fewer in (-1, 0, 1, 2)] == [0, 0.1, 0.4, 1.0]
+    seen = Observation(seconds=1.0, waited=0.0, held=0.0, complete=18, arrivals=(0.1, 0.4), queued=0, latency=1.0)
+    assert [seen.wait_with(fewer, parts=[16]) for fewer in range(6)] == [0, 0, 0, 0.1, 0.4, 1.0]
+    short = replace(seen, complete=15, waited=0.1)
+    assert [short.wait_with(fewer, parts=[16]) for fewer in (-1, 0, 1, 2)] == [0, 0.1, 0.4, 1.0]
+
+
+def test_of_a_batch_in_parts_each_is_waited_for_once_those_before_are_trained() -> None:
+    """A part takes 0.25 s."""
+    seen = Observation(seconds=1.2, waited=0.2, held=0.0, complete=12, arrivals=(0.1, 0.2, 0.8, 0.9), queued=0, latency=1.0)
+    assert [seen.wait_with(fewer, parts=[4] * 4) for fewer in (0, 1, 2)] == pytest.approx([0.15, 0.45, 0.45])
+    assert seen.wait_with(3, parts=[4] * 4) == pytest.approx(0.3 + 0.15), "the third part would come after 0.8 s"
+    assert seen.wait_with(0, parts=[16]) == 0.9
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("fewer", [2, 5])
-def test_the_forecast_of_fewer_ahead_is_what_comes(fewer: int, seed: int) -> None:
-    pipeline = Pipeline(sigma=1.0, seed=seed)
+@pytest.mark.parametrize(("fewer", "parts"), [(2, 1), (5, 1), (12, 4), (16, 4)])
+def test_the_forecast_of_fewer_ahead_is_what_comes(fewer: int, parts: int, seed: int) -> None:
+    pipeline = Pipeline(sigma=1.0, seed=seed, parts=parts)
     observed = list[Observation]()
     pipeline.run(Recorder(2.0, observed), versions=200)
-    expected = fmean(each.wait_with(fewer) for each in observed[20:]) / fmean(each.seconds for each in observed[20:])
-    lower = Pipeline(sigma=1.0, seed=seed)
+    waited = [each.wait_with(fewer, parts=[16 // parts] * parts) for each in observed[20:]]
+    lower = Pipeline(sigma=1.0, seed=seed, parts=parts)
     lower.run(versions=200, depth=2.0 - fewer / 16)
-    assert fmean(lower.idle[20:]) == pytest.approx(expected, abs=0.025)
+    assert fmean(lower.idle[20:]) == pytest.approx(fmean(waited) / fmean(each.seconds for each in observed[20:]), abs=0.025)
 
 
 class Recorder:

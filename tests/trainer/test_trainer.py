@@ -245,6 +245,35 @@ def test_accumulating_two_halves_is_the_whole(tiny_model: str) -> None:
         torch.testing.assert_close(gradients(halves)[name], gradient, atol=1e-7, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_step_of_a_batch_in_parts_is_that_of_the_whole(tiny_model: str, dtype: str) -> None:
+    """Also after parts that were given up. Parts are weighted three times too much, and the last says so."""
+    batch = make_batch(rollouts(tiny_model, 10), kl="none", entropy_weight=0.01)
+
+    def part(members: slice, **changes: object) -> Batch:
+        fields = {name: getattr(batch, name)[members] for name in ("rollouts", "advantages")}
+        return dataclasses.replace(batch, **fields, weights=tuple(3 * each for each in batch.weights[members]), **changes)
+
+    whole, parts = (make_trainer(tiny_model, max_grad_norm=0.05, dtype=dtype) for _ in range(2))
+    if dtype == "float16":
+        whole.optimizer.loss_scale.value = parts.optimizer.loss_scale.value = 2.0**10
+    seen = [whole.forward_backward(batch)]
+    for number, members in enumerate((slice(3), slice(3, 7))):
+        parts.forward_backward(part(members, part=number, is_last=False))
+    for number, members in enumerate((slice(4), slice(4, 5))):
+        parts.forward_backward(part(members, part=number, is_last=False))
+    seen.append(parts.forward_backward(part(slice(5, 10), part=2, gradient_scale=1 / 3)))
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5, abs=1e-6 if dtype == "float32" else 2e-3)
+    assert seen[1]["tokens"] == sum(rollout.num_sampled for rollout in batch.rollouts)
+    norms = [trainer.optim_step(1e-3)["grad_norm"] for trainer in (whole, parts)]
+    assert norms[0] > 0.05 and norms[1] == pytest.approx(norms[0], rel=1e-5 if dtype == "float32" else 1e-2)
+    moved = {name: tensor.float() for name, tensor in whole.tensors()}
+    for name, tensor in parts.tensors():
+        torch.testing.assert_close(tensor.float(), moved[name], atol=2e-4 if dtype == "float32" else 2e-3, rtol=0.0)
+    again = [trainer.forward_backward(batch)["loss"] for trainer in (whole, parts)]
+    assert again[1] == pytest.approx(again[0], rel=1e-2), "a whole batch after one in parts"
+
+
 def test_chunked_head_is_the_whole_head(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(tiny_model)
     hidden = torch.randn(75, 96)

@@ -1,5 +1,5 @@
-"""`train.stream_mini_batches`: each optimizer step as soon as its mini-batch is there. Every group is trained once, in a whole
-version, and nothing of a version that is not whole is kept."""
+"""`train.stream_parts`: a batch is trained part by part, in one optimizer step or in one for each part. Every group is trained
+once, in a whole version, and nothing of a version that is not whole is kept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headrace.run.callbacks import CallbackState
 
 GROUPS, VERSIONS = 5, 6
-STREAMED: dict[str, Any] = {"mini_batches": 2, "stream_mini_batches": True}
+STREAMED: dict[str, Any] = {"mini_batches": 2, "stream_parts": 2}
 
 
 def one_of_two(completion: str, **_: object) -> float:
@@ -42,7 +42,7 @@ def one_of_two(completion: str, **_: object) -> float:
 
 
 class Seen:
-    """The version and the episodes of each mini-batch."""
+    """The version and the episodes of each part."""
 
     def __init__(self, act: Callable[[CallbackState, int], None] = lambda *_: None) -> None:
         self.versions, self.ids, self._act = list[int](), list[list[str]](), act
@@ -68,7 +68,7 @@ class RandomEngine(InstantEngine):
 
 
 class SeenTrainer(StubTrainer):
-    """Records what it was told: the groups and the version of each step, and each publication."""
+    """Records what it was told: the groups and the version of each part and of each step's last, and each publication."""
 
     def __init__(self, lineage: Lineage, *, is_inline: bool, turns: int) -> None:
         super().__init__(lineage, is_inline=is_inline)
@@ -76,9 +76,8 @@ class SeenTrainer(StubTrainer):
         self._last: asyncio.Future[Any] | None = None
 
     def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[dict[str, float]]:
-        return self._in_order(
-            "step", batch.version, Counter(r.group for r in batch.rollouts), super().step(batch, learning_rate=0)
-        )
+        groups, what = Counter(r.group for r in batch.rollouts), "step" if batch.is_last else "part"
+        return self._in_order(what, batch.version, groups, super().step(batch, learning_rate=0))
 
     def publish(self, version: int, **how: Any) -> Awaitable[Any]:
         return self._in_order("publish", version, Counter(), super().publish(version, **how))
@@ -103,6 +102,7 @@ class SeenTrainer(StubTrainer):
 @given(
     is_inline=st.booleans(),
     parts=st.integers(1, GROUPS),
+    makes_a_step_of_each=st.booleans(),
     turns=st.integers(0, 12),
     buffer=st.sampled_from(
         [{"kind": "stream"}, {"order": "submission"}, {"kind": "ring", "depth": 1}, {"kind": "reserved", "depth": 1}]
@@ -114,13 +114,13 @@ class SeenTrainer(StubTrainer):
     seed=st.sampled_from(range(100)),
 )
 @quick
-def test_every_version_trains_a_whole_batch_once_in_steps_and_is_published_after_the_last(
-    is_inline, parts, turns, buffer, is_by_episode, max_tied, max_lag, stops_after, seed
+def test_every_version_trains_a_whole_batch_once_part_by_part_and_is_published_after_the_last(
+    is_inline, parts, makes_a_step_of_each, turns, buffer, is_by_episode, max_tied, max_lag, stops_after, seed
 ) -> None:
     """`stops_after` so many turns of the event loop."""
-    of_episode = is_by_episode and max_tied == 1
+    of_episode, steps = is_by_episode and max_tied == 1, parts if makes_a_step_of_each else 1
     settings = {
-        "train": {"mini_batches": parts, "stream_mini_batches": True, "batch": 2 * GROUPS, "group_size": 2},
+        "train": {"mini_batches": steps, "stream_parts": parts, "batch": 2 * GROUPS, "group_size": 2},
         "staleness": {"max_lag": max_lag},
         "buffer": {**buffer, "unit": "episode" if of_episode else "group"},
         "filter": {"max_tied": max_tied, "max_draws": 3},
@@ -164,10 +164,16 @@ def test_every_version_trains_a_whole_batch_once_in_steps_and_is_published_after
     numbers = [number for _, groups in trained for number in groups]
     assert len(set(numbers)) == len(numbers) and {len(groups) for _, groups in trained} <= {GROUPS * units}
     told = [each for each in trainer.told if each[:2] != ("publish", 0)]
-    expected = [event for v in range(policy.version) for event in [("step", v)] * parts + [("publish", v + 1)]]
-    assert [each[:2] for each in told] == expected
-    sizes = [len(range(part, GROUPS * units, parts)) * 2 // units for part in range(parts)] * policy.version
-    assert [groups.total() for what, _, groups in told if what == "step"] == sizes
+    of_versions = [each for each in told if each[1] < policy.version or each[0] == "publish"]
+    expected = [event for v in range(policy.version) for event in [("step", v)] * steps + [("publish", v + 1)]]
+    assert [each[:2] for each in of_versions if each[0] != "part"] == expected
+    given_up = told[len(of_versions) :]
+    assert all(what == "part" for what, *_ in given_up) and told[: len(of_versions)] == of_versions
+    for version in range(policy.version):
+        sizes = [groups.total() for what, of, groups in of_versions if what != "publish" and of == version]
+        whole = [len(range(part, GROUPS * units, parts)) * 2 // units for part in range(parts)]
+        sums = list(itertools.accumulate(whole))
+        assert sizes == whole if steps == parts else set(itertools.accumulate(sizes)) <= {*sums} and sum(sizes) == sums[-1]
 
 
 @pytest.mark.parametrize("fails_at", [3, 4])
@@ -202,15 +208,22 @@ def test_a_version_that_fails_is_begun_anew_and_its_groups_are_trained_once(tmp_
 
 
 @pytest.mark.parametrize("orchestrate", ["inline", pytest.param("local", marks=pytest.mark.long)])
-def test_a_stop_in_a_version_completes_it(tmp_path, orchestrate) -> None:
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_a_stop_completes_a_version_of_which_a_step_is_made_and_gives_up_any_other(tmp_path, mini_batches, orchestrate) -> None:
     def stop(state: CallbackState, calls: int) -> None:
-        if calls == 5:  # the first mini-batch of version 3
+        if state.version == 2 and not before.stopped_in:
+            before.stopped_in = before.ids[-1]
             state.stop()
 
-    how: dict[str, Any] = {"train": STREAMED, "staleness": {"max_lag": 1}, "orchestrate": orchestrate, "held_out": None}
-    stopped = small_run(tmp_path / "run", callbacks=[Seen(stop)], **how).summary
-    assert (stopped["status"], stopped["version"]) == ("stopped", 3)
-    assert books_close(stopped) and stopped["accounting"]["trained"] == 3 * 16
-    after = Seen()
+    before, after = Seen(stop), Seen()
+    before.stopped_in = []
+    train = {"mini_batches": mini_batches, "stream_parts": 2}
+    how: dict[str, Any] = {"train": train, "staleness": {"max_lag": 1}, "orchestrate": orchestrate, "held_out": None}
+    stopped = small_run(tmp_path / "run", callbacks=[before], **how).summary
+    is_whole = mini_batches == 2 or len(before.stopped_in) == 16  # both parts may have been there
+    assert (stopped["status"], stopped["version"]) == ("stopped", 3 if is_whole else 2)
+    assert books_close(stopped) and stopped["accounting"]["trained"] == stopped["version"] * 16
     resumed = small_run(tmp_path / "run", callbacks=[after], **how).summary
-    assert after.versions[0] == 3 and books_close(resumed) and resumed["accounting"]["trained"] == 6 * 16
+    assert after.versions[0] == stopped["version"] and books_close(resumed) and resumed["accounting"]["trained"] == 6 * 16
+    if not is_whole:
+        assert after.ids[0][: len(before.stopped_in)] == before.stopped_in, "what was returned is taken again"
