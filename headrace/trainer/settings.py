@@ -245,11 +245,12 @@ class TrainSettings:
         """Tasks whose rollouts make up a batch."""
         return self.batch // self.group_size
 
-    def describe(self, *, steps: int) -> list[str]:
+    def describe(self, *, steps: int, parts: int) -> list[str]:
         """The sizes of batches and steps, for the summary of a recipe."""
         groups, num_steps = self.groups_per_batch, self.epochs * self.mini_batches
+        as_they_come = f", trained in up to {parts} parts as they come (train.stream_parts)" if parts > 1 else ""
         return [
-            f"batch      {self.batch} rollouts = {groups} tasks × {self.group_size} siblings (train.batch, train.group_size)",
+            f"batch      {self.batch} rollouts = {groups} tasks × {self.group_size} siblings{as_they_come}",
             f"steps      {steps} versions × {num_steps} optimizer step(s); {steps * self.batch} rollouts",
             f"micro      at most {self.micro_batch_tokens} tokens a forward pass (train.micro_batch_tokens)",
         ]
