@@ -167,10 +167,17 @@ def make_counted(case: str, ranks: Ranks | None, device: str) -> tuple[DeviceTra
         return make_trainer(case, ranks, device), found
 
 
-def pieces(trainer: DeviceTrainer) -> dict[str, tuple[int, torch.Tensor]]:
-    """The gradient of what this rank trains: of each tensor its first element, and the elements."""
+def pieces(trainer: DeviceTrainer, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, tuple[int, torch.Tensor]]:
+    """What this rank trains: of each tensor its first element, and the elements."""
     first = trainer.arena.first
-    return {name: (first.get(name, 0), trainer.optimizer.gradient(name).flatten()) for name in trainer.optimizer.names}
+    return {name: (first.get(name, 0), tensor_of(name).flatten()) for name in trainer.optimizer.names}
+
+
+def copied_once(mine: dict[str, tuple[int, torch.Tensor]], trainer: DeviceTrainer, ranks: Ranks | None) -> dict[str, Any]:
+    """Without what another rank has as well."""
+    is_first = ranks is None or ranks.rank == 0
+    is_own = {name: is_first or not (ranks.replica or name not in trainer.arena.first) for name in mine}
+    return {name: (start, each.to("cpu", copy=True)) for name, (start, each) in mine.items() if is_own[name]}
 
 
 def gradient_file(folder: Path, case: str) -> Path:
@@ -184,8 +191,8 @@ def one_gradient(trainer: DeviceTrainer, ranks: Ranks | None, path: Path, found:
 
     def noted() -> None:
         add_up()
-        mine = pieces(trainer)
-        found["gradient"] = {name: (start, each.to("cpu", copy=True)) for name, (start, each) in mine.items()}
+        mine = pieces(trainer, trainer.optimizer.gradient)
+        found["gradient"] = copied_once(mine, trainer, ranks)
         if ranks is None:
             path.parent.mkdir(exist_ok=True)
             save_file({name: each for name, (_, each) in found["gradient"].items()}, path)
@@ -193,9 +200,6 @@ def one_gradient(trainer: DeviceTrainer, ranks: Ranks | None, path: Path, found:
             theirs = load_file(path)
             for name, (start, each) in mine.items():
                 each.copy_(theirs[name][start : start + len(each)])
-            for name in () if ranks.rank == 0 else mine:  # another rank has the same
-                if ranks.replica or name not in trainer.arena.first:
-                    del found["gradient"][name]
 
     with patch.object(trainer.optimizer, "_add_up", noted):
         yield
@@ -228,7 +232,7 @@ def run_case(case: str, ranks: Ranks | None, folder: Path, device: str = "cpu") 
     begin("optim_step", case, ranks, device)
     with one_gradient(trainer, ranks, gradient_file(folder, case), found):
         found["stepped"] = trainer.optim_step(1e-3)
-    found["after"] = weights(trainer)
+    found["after"] = copied_once(pieces(trainer, trainer.optimizer.master), trainer, ranks)  # in float32
     if CASES[case].get("reference_every"):
         trainer.mix_reference(0.5)
     begin("forward", case, ranks, device)

@@ -31,7 +31,7 @@ class TrainSettings:
     """Rollouts of one task, compared with each other."""
     mini_batches: int = 1
     """Optimizer steps per version, or per epoch of it."""
-    stream_parts: int = 0
+    stream_parts: int = field(default=0, metadata=ELASTIC)
     """Parts of a batch, a multiple of mini_batches. The trainer gets each as soon as its groups are complete, and adds up their
     gradients; a step is made once all parts of its mini-batch are trained. 1 waits for the whole batch. 0 takes 4, fewer of a
     small batch, and 1 with several mini-batches or where something needs the whole batch."""
