@@ -42,7 +42,7 @@ from headrace.trainer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _PHASE_SECONDS = {"cpu": 280.0, "cuda": 120.0}
 """A rank that is in one phase for so long prints where, and ends. On a GPU its collectives give up shortly before."""

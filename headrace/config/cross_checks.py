@@ -33,8 +33,8 @@ def check_across_rooms(recipe: Recipe) -> None:
 
 def _problems(recipe: Recipe) -> Iterator[str]:
     engine, partial, transport = recipe.engine, recipe.partial, recipe.sync.transport
-    if recipe.train.stream_parts > 1:
-        yield from (f"train.stream_parts = {recipe.train.stream_parts}: {why}; set it to 1" for why in whole_batch_reasons(recipe))
+    if (parts := recipe.train.stream_parts) > 1:
+        yield from (f"train.stream_parts = {parts}: {why}; set it to 1" for why in whole_batch_reasons(recipe))
     try:
         TrainSettings(schedule=recipe.sft.schedule)
     except ConfigError as error:

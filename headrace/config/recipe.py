@@ -158,7 +158,8 @@ class Recipe:
         if not self.steps:
             length = f"{self.sft.steps} steps" if self.sft.steps else f"{self.sft.epochs:g} epochs"
             return [f"sft        {length} of {self.sft.batch} rows, at most, and no RL (steps = 0)"]
-        rows = [*self.train.describe(steps=self.steps, parts=self.stream_parts), make_gate(self).describe(self), describe_buffer(self)]
+        rows = self.train.describe(steps=self.steps, parts=self.stream_parts)
+        rows += [make_gate(self).describe(self), describe_buffer(self)]
         rows += self.engine.describe(max_tokens=self.sampling.max_tokens)
         if not self.is_inline:
             parallel = self.train.parallel

@@ -108,7 +108,8 @@ class PolicyState(PolicyGroups):
         if not sizes:  # of the next step
             sizes = started.left[: self._parts_per_step]
             started.step = StepParts(sum(sizes))
-        there = [size for size, total in zip(sizes, itertools.accumulate(sizes), strict=True) if total <= self.buffer.num_available]
+        totals = itertools.accumulate(sizes)
+        there = [size for size, total in zip(sizes, totals, strict=True) if total <= self.buffer.num_available]
         self.buffer.want(sum(there))
         taken = self.buffer.take()
         if not started.groups:

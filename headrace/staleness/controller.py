@@ -143,9 +143,7 @@ class _Trial:
 class LagController:
     """Chooses the depth of the gate. It knows only what `observe` is told, so tests can simulate it."""
 
-    def __init__(
-        self, *, groups_per_batch: int, limit: int, start: float, parts: int = 1, shares_device: bool = False
-    ) -> None:
+    def __init__(self, *, groups_per_batch: int, limit: int, start: float, parts: int = 1, shares_device: bool = False) -> None:
         """`limit` and `start` in versions. `parts`: in which the trainer gets a batch."""
         self._batch, self._limit = groups_per_batch, limit * groups_per_batch
         self._parts = [len(range(part, groups_per_batch, parts)) for part in range(parts)]

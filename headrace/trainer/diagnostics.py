@@ -82,8 +82,8 @@ class Diagnostics:
             self._totals[name] = self._totals.get(name, 0) + total.double()
 
     def metrics(self, ranks: Ranks | None = None, *, scale: float = 1.0) -> Metrics:
-        """Return the loss times `scale`, means over tokens, ESS = (Σρ)²/(n Σρ²), the same of the correction's weights, χ² = E[ρ²] − 1 and the spread of
-        versions; of all ranks' tokens, if there are several."""
+        """Return the loss times `scale`, means over tokens, ESS = (Σρ)²/(n Σρ²), the same of the correction's weights,
+        χ² = E[ρ²] − 1 and the spread of versions; of all ranks' tokens, if there are several."""
         sums, totals, largest = self._read(ranks)
         count = sums.pop("tokens")
         if largest is None:

@@ -92,8 +92,8 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def step(self, *learning_rates: float, times: float = 1.0) -> Tensor:
-        """Step with `times` the accumulated gradient, then zero it. Takes a learning rate and returns a gradient norm per arena. If any
-        norm is not finite, weights and moments do not change and the step is not counted."""
+        """Step with `times` the accumulated gradient, then zero it. Takes a learning rate and returns a gradient norm per
+        arena. If any norm is not finite, weights and moments do not change and the step is not counted."""
         norm, scale = torch.linalg.vector_norm, (1.0 if self.loss_scale is None else self.loss_scale.value) / times
         self._add_up()
         norms = torch.stack([norm(torch.stack([norm(s.gradient) for s in segments])) for segments in self._arenas]) / scale

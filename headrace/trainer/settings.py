@@ -13,8 +13,8 @@ from headrace.trainer.parameter_groups import ParameterSettings  # noqa: TC001  
 from headrace.trainer.schedule import check_schedule
 
 _LEAST = {
-    "threads": 0, "batch": 1, "mini_batches": 1, "stream_parts": 0, "epochs": 1, "reference_every": 0, "max_skipped": 0, "restarts": 0,
-    "warmup_steps": 0, "decay_steps": 0, "micro_batch_tokens": 16,
+    "threads": 0, "batch": 1, "mini_batches": 1, "stream_parts": 0, "epochs": 1, "reference_every": 0, "max_skipped": 0,
+    "restarts": 0, "warmup_steps": 0, "decay_steps": 0, "micro_batch_tokens": 16,
 }  # fmt: skip
 
 

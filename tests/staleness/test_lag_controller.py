@@ -43,7 +43,7 @@ def moves(depths: list[float]) -> int:
         (Pipeline(generate=1.5, sigma=1.0, slots=32, seed=3), 2.0),
         (Pipeline(generate=1.0, sigma=1.0, parts=4), 0.75),
     ],
-    ids=["slow trainer", "balanced", "slow engines with slots", "slow reward", "long tail", "longer tail", "long tail in parts"],
+    ids=["slow trainer", "balanced", "slow engines with slots", "slow reward", "long tail", "longer tail", "tail in parts"],
 )
 def test_the_trainer_is_kept_busy_with_the_least_lag(pipeline: Pipeline, least: float) -> None:
     """`least`: the smallest depth, of whole and half versions, with which it is about busy."""
