@@ -39,17 +39,7 @@ def whole_batch_reasons(recipe: Recipe) -> Iterator[str]:
         yield f"a {policy.name} buffer is for batches that are generated, then trained"
     if recipe.staleness.waits:
         yield "staleness.rejected = 'wait' counts whole batches"
-    needs_version = {
-        f"train.epochs = {train.epochs}": train.epochs > 1,
-        f"train.advantage = '{train.advantage}'": train.advantage == "global",
-        f"train.scale_rewards = '{train.scale}'": train.scale == "batch",
-        f"train.entropy_quantile = {train.entropy_quantile:g}": train.entropy_quantile < 1,
-        f"train.entropy_target = {train.entropy_target:g}": train.entropy_target > 0,
-        f"train.kl_target = {train.kl_target:g}": train.kl_target > 0,
-    }
-    for given, is_needed in needs_version.items():
-        if is_needed:
-            yield f"{given} needs the whole batch before the first step"
+    yield from (f"train.{given} needs the whole batch before the first step" for given in train.looks_at_whole_batch)
     if train.stream_parts == train.mini_batches:
         return  # each part is a step of its own, whole when it begins
     for name in ("router_aux", "router_z"):

@@ -160,9 +160,10 @@ class TrainSettings:
             check(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
         parts, num_ranks = max(self.mini_batches, self.stream_parts), self.parallel.ranks
         if self.batch // parts < num_ranks:
-            given = f" in {parts} {'parts' if self.stream_parts > self.mini_batches else 'mini-batches'}" if parts > 1 else ""
+            one, several = ("part", "parts") if self.stream_parts > self.mini_batches else ("step", "mini-batches")
+            given = f"batch = {self.batch}" + (f" in {parts} {several}" if parts > 1 else "")
             fix = f"set it to at least {num_ranks * parts}, or take fewer ranks (train.parallel)"
-            raise ConfigError(f"batch = {self.batch}{given}: a pass has fewer rollouts than the {num_ranks} ranks; {fix}")
+            raise ConfigError(f"{given}: a {one} has fewer rollouts than the {num_ranks} ranks; {fix}")
         check_schedule(self)
         for name in ("reference_mix", "entropy_quantile", "entropy_step"):
             check(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1")
@@ -217,6 +218,19 @@ class TrainSettings:
         if self.reference_mix < 1 and not self.reference_every:
             given = f"reference_mix = {self.reference_mix:g}"
             raise ConfigError(f"{given}: the reference stays as it is with reference_every = 0; set that to some versions")
+
+    @property
+    def looks_at_whole_batch(self) -> list[str]:
+        """The settings that do, before a version's first step."""
+        settings = {
+            f"epochs = {self.epochs}": self.epochs > 1,
+            f"advantage = '{self.advantage}'": self.advantage == "global",
+            f"scale_rewards = '{self.scale}'": self.scale == "batch",
+            f"entropy_quantile = {self.entropy_quantile:g}": self.entropy_quantile < 1,
+            f"entropy_target = {self.entropy_target:g}": self.entropy_target > 0,
+            f"kl_target = {self.kl_target:g}": self.kl_target > 0,
+        }
+        return [given for given, looks in settings.items() if looks]
 
     @property
     def mean_over(self) -> str:

@@ -87,8 +87,8 @@ def test_a_slow_disk_does_not_hold_up_the_event_loop(tmp_path, in_thread):
         return tmp_path / f"step-{version}.wire"
 
     observer: Any = SimpleNamespace(keep_rollouts=keep, screen=SimpleNamespace(say=said.append))
-    batches: list[Any] = [SimpleNamespace(rollouts=[])]
-    started = StartedBatch(version=1, groups=[], steps_before=0, batches=batches, seen=[{"skipped": 1.0}])
+    batches: list[Any] = [SimpleNamespace(rollouts=[], is_last=True)]
+    started = StartedBatch(version=1, groups=[], steps_before=0, batches=batches, answers=[{"skipped": 1.0}])
     asyncio.run(SkippedSteps(limit=3, observer=observer, in_thread=in_thread).check(started))
     assert [thread is threading.main_thread() for thread in threads] == [not in_thread]
     assert "version 2: the gradient is not finite" in said[0] and "step-2.wire" in said[0]
