@@ -111,10 +111,19 @@ def use_folder(folder: Path) -> IO[str]:
     lock = _open_lock(folder)
     with contextlib.suppress(OSError):  # a file system without locks: there nothing is removed
         fcntl.flock(lock, fcntl.LOCK_SH)
-    if not os.fstat(lock.fileno()).st_nlink:
+    if not _is_lock_of(folder, lock):
         lock.close()
         raise FileNotFoundError(folder)
     return lock
+
+
+def _is_lock_of(folder: Path, lock: IO[str]) -> bool:
+    """False if the folder was moved or removed, and perhaps made again, between opening and locking."""
+    if lock.name == os.devnull:
+        return folder.is_dir()
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(lock.fileno()), (folder / FOLDER_LOCK).stat())
+    return False
 
 
 def _open_lock(folder: Path) -> IO[str]:
@@ -129,10 +138,9 @@ def _open_lock(folder: Path) -> IO[str]:
 
 def remove_unused(folder: Path) -> None:
     """Remove a folder unless a process uses it."""
-    path = folder / FOLDER_LOCK
-    with contextlib.suppress(OSError), path.open("a") as lock:  # an OSError: used, or removed by another process
+    with contextlib.suppress(OSError), (folder / FOLDER_LOCK).open("a") as lock:  # an OSError: used, or removed by another process
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-            return  # removed and made again between the two calls
+        if not _is_lock_of(folder, lock):
+            return
         gone = folder.rename(folder.with_name(f".{secrets.token_hex(4)}"))  # whoever takes it now makes another
         shutil.rmtree(gone, ignore_errors=True)

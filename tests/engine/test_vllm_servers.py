@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -263,6 +264,37 @@ def test_what_is_removed_and_taken_again_while_it_is_removed_stays(tmp_path, mon
     monkeypatch.setattr(fcntl, "flock", removes_and_takes_first)
     one.drop_all_but()
     assert (tmp_path / "all" / "1" / "file").exists()
+
+
+def test_what_is_moved_away_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    """One that removes it moves it first, and its lock may be made again there before it is gone."""
+    write = lambda path: (path / "file").touch()  # noqa: E731
+    SharedFolders(tmp_path / "all").take("1", write)
+    lock = fcntl.flock
+
+    def moves_first(file: IO[str], how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        (tmp_path / "all" / "1").rename(tmp_path / "all" / ".gone")
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", moves_first)
+    assert (SharedFolders(tmp_path / "all").take("1", write) / "file").exists()
+
+
+def test_the_last_to_leave_may_find_the_folders_gone(tmp_path, monkeypatch):
+    one, other = SharedFolders(tmp_path / "all"), SharedFolders(tmp_path / "all")
+    for each in (one, other):
+        each.take("1", lambda _: None)
+    for name in ("scandir", "listdir"):  # whichever lists a folder here
+
+        def removes_first(path: Path, read=getattr(os, name)):
+            monkeypatch.undo()
+            other.drop_all_but()
+            return read(path)
+
+        monkeypatch.setattr(os, name, removes_first)
+    one.drop_all_but()
+    assert not (tmp_path / "all").exists()
 
 
 def test_processes_that_take_and_drop_at_once_never_lose_what_they_use(tmp_path):

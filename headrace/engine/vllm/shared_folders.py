@@ -48,9 +48,10 @@ class SharedFolders:
         """Leave the other folders, and remove those that no process uses any more."""
         for other in [each for each in self._used if each != name]:
             self._used.pop(other).close()
-        for path in self._folder.glob("*"):
-            if path.name not in self._used:
-                remove_unused(path)
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed them all
+            for path in self._folder.iterdir():
+                if path.name not in self._used:
+                    remove_unused(path)
         if not self._used:
             with contextlib.suppress(OSError):  # others are in use
                 self._folder.rmdir()
