@@ -7,6 +7,7 @@ number of optimizer steps; of a batch that comes in parts (`train.stream_parts`)
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 from dataclasses import dataclass, field
@@ -106,6 +107,7 @@ class StartedBatch:
     """The shares of rollouts rejected, filtered and failed since the version before."""
     metrics: dict[str, Any] | None = None
     """Of the version, once any evaluation that the trainer waits for is done."""
+    _one_by_one: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def filter_metrics(self, settings: FilterSettings) -> dict[str, float]:
         """`groups_unwanted`: trained nevertheless, because `filter.max_draws` was reached."""
@@ -121,8 +123,9 @@ class StartedBatch:
 
     async def make_steps(self) -> None:
         """Wait until the trainer is done with what was sent so far; one in this process does it now."""
-        while len(self.answers) < len(self.steps):
-            self.answers.append(await self.steps[len(self.answers)])
+        async with self._one_by_one:
+            while len(self.answers) < len(self.steps):
+                self.answers.append(await self.steps[len(self.answers)])
 
     @property
     def seen(self) -> list[dict[str, float]]:

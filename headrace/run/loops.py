@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import TYPE_CHECKING
 
 from headrace.envs import run_episode
@@ -132,21 +131,19 @@ async def train(run: Run, policy: PolicyState) -> None:
 
 async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Recipe) -> StartedBatch | None:
     """Start training `version` as `recipe` says, or return None if the leg ends before it. Returns when all steps are sent."""
+    pace = policy.pace
     while not run.is_over(policy, version):
-        wanted_since = time.perf_counter()
+        if pace is not None:
+            pace.batch_wanted()
         if policy.unfinished is not None and not policy.buffer.ready.is_set():
-            await policy.unfinished.make_steps()
-            policy.unfinished.is_waiting = True
-            if policy.pace is not None:
-                policy.pace.trainer_is_idle()
-            run.lend(policy)
+            noted = run.spawn(_note_idle, run, policy, policy.unfinished)
+            if policy.trainer.is_inline:
+                await noted
         await run.observer.timeline("trainer").wait("wait-batch", policy.buffer.ready)
         if run.is_over(policy, version):
             break
         policy.reject_stale(version)
         if policy.buffer.ready.is_set():
-            if policy.pace is not None:
-                policy.pace.batch_taken(wanted_since=wanted_since)
             await run.pause_engines()
             started = await policy.start_batch(version, recipe, on_taken=run.on_taken)
             if started is not None:
@@ -154,6 +151,17 @@ async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Reci
                 return started
             await run.resume_engines(policy)  # more is needed: a part, or a group in the place of a lost one
     return None
+
+
+async def _note_idle(run: Run, policy: PolicyState, started: StartedBatch) -> None:
+    """Waits until the trainer has trained all parts it has of a batch. A part that is ready before that is sent ahead; if none
+    is, the trainer is idle, and its device may be lent."""
+    await started.make_steps()
+    if policy.unfinished is started and not policy.buffer.ready.is_set():
+        started.is_waiting = True
+        if policy.pace is not None:
+            policy.pace.trainer_is_idle()
+        run.lend(policy)
 
 
 class _LegOver(Exception):

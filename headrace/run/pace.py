@@ -27,6 +27,8 @@ class Pace:
         self._group_size, self.slots = recipe.train.group_size, recipe.engine.slots * recipe.engine.num_engines
         self._free_since: float | None = None
         """When the trainer ran out of work."""
+        self._wanted_since: float | None = None
+        """When the train loop began to wait for a batch, or a part of one."""
         self._last: float | None = None
         """When the last version was trained; None before the first."""
         self._noted_at, self._empty = time.perf_counter(), 0.0
@@ -55,20 +57,26 @@ class Pace:
         self._arrivals += [now - (self._last or now)] * num_arrived
 
     def trainer_is_idle(self) -> None:
-        """The trainer is done with what it has of a batch."""
-        self._free_since = time.perf_counter()
+        """The trainer is done with what it has."""
+        self._free_since = self._free_since or time.perf_counter()
 
-    def batch_taken(self, *, wanted_since: float) -> None:
-        """The trainer gets a batch, or a part of one, for which the train loop has waited."""
-        if self._free_since is not None:
-            self._waited += time.perf_counter() - max(self._free_since, wanted_since)
-            self._free_since = None
+    def batch_wanted(self) -> None:
+        """The train loop waits for a batch, or a part of one."""
+        self._wanted_since = self._wanted_since or time.perf_counter()
+
+    def batch_sent(self) -> None:
+        """The trainer gets something to do."""
+        if self._free_since is not None and self._wanted_since is not None:
+            self._waited += time.perf_counter() - max(self._free_since, self._wanted_since)
+        self._free_since = self._wanted_since = None
 
     def trained(self, *, num_complete: int, is_busy: bool) -> bool:
         """A version is trained, and so many groups that are not are complete. `is_busy`: the trainer has the next batch, or a
         part of it. Returns whether the depth has changed."""
         now, last = time.perf_counter(), self._last
-        self._last, self._free_since = now, None if is_busy else now
+        self._last = now
+        if not is_busy:
+            self.trainer_is_idle()
         self._held += (now - self._noted_at) * self._empty
         self._noted_at = now
         observation = Observation(

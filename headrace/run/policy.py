@@ -81,6 +81,7 @@ class PolicyState(PolicyGroups):
         weights = next((ahead.following for ahead in reversed(self.started) if ahead.following), self.term_weights)
         for name in columns_first(groups, recipe):  # each step's forward pass computes the others
             batch = batch_to_score(groups, recipe, version=version)
+            self._note_sent()
             groups = with_column(groups, name, await trainer.forward(batch, column=name))
         used, started.following = adapt_weights(groups, recipe, weights)
         started.scored += groups
@@ -90,6 +91,7 @@ class PolicyState(PolicyGroups):
         batches = make_batches(groups, recipe, version=version, **how)
         rate = learning_rate(recipe.train, version=version, steps=recipe.steps)
         started.batches += batches
+        self._note_sent()
         started.steps += [trainer.step(batch, learning_rate=rate) for batch in batches]
         if started.left:
             return None
@@ -97,6 +99,10 @@ class PolicyState(PolicyGroups):
         if not trainer.is_inline:
             started.publishing = trainer.publish(version + 1, canary=self.canary)
         return started
+
+    def _note_sent(self) -> None:
+        if self.pace is not None:
+            self.pace.batch_sent()
 
     def _left_of_step(self, started: StartedBatch) -> list[int]:
         """The sizes of the parts that the optimizer step still lacks; none if one has just become whole."""

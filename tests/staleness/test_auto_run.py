@@ -39,9 +39,11 @@ class TimedEngine(InstantEngine):
 class TimedTrainer(StubTrainer):
     """Takes one part after the other, as a trainer in another process does, and `seconds` for a version; `idle` before each."""
 
-    def __init__(self, lineage: Lineage, seconds: float, device: SharedDevice | None = None) -> None:
+    def __init__(self, lineage: Lineage, seconds: float, device: SharedDevice | None = None, *, travel: float = 0.0) -> None:
+        """`travel`: seconds until it has what it is sent."""
         super().__init__(lineage, is_inline=False)
         self.seconds, self._device, self.idle, self.lags = seconds, device, list[float](), list[int]()
+        self._travel = travel
         self._last: asyncio.Future[Any] | None = None
         self._free_at = 0.0
 
@@ -50,6 +52,7 @@ class TimedTrainer(StubTrainer):
         return self._last
 
     async def _after(self, before: Any, batch: Batch, step: Any) -> Any:
+        await asyncio.sleep(self._travel)
         if before is not None:
             await before
         now = asyncio.get_running_loop().time()
@@ -94,6 +97,7 @@ def simulate(
     reward: Any = None,
     device: SharedDevice | None = None,
     parts: int = 1,
+    travel: float = 0.0,
     **settings: Any,
 ) -> tuple:
     """(the run, its trainer, the gate's depth after each version); `at(policy, trainer)` may change how long things take."""
@@ -115,7 +119,7 @@ def simulate(
         """Nothing to look at."""
 
     lineage = Lineage.new()
-    trainer = TimedTrainer(lineage, train, device)
+    trainer = TimedTrainer(lineage, train, device, travel=travel)
 
     async def main() -> tuple:
         how = {"reward": reward or constant, "prompts": prompts, "shares_device": device is not None}
@@ -151,6 +155,13 @@ def test_the_real_loops_keep_the_trainer_busy(generate: float, sigma: float, par
     assert policy.pace.controller.why.startswith("the trainer waits")
     counts = policy.ledger.counts()
     assert counts["rejected"] <= (0.03 if sigma else 0.0) * counts["trained"], "rejection is at the limit, far from the depth"
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_what_is_ready_while_the_trainer_works_is_there_when_it_needs_it(parts: int) -> None:
+    """Were a part sent once the one before is trained, the trainer would wait 0.1 s for it, several times a version."""
+    _, trainer, depths = simulate(engine=TimedEngine(0.3), train=1.0, versions=80, parts=parts, travel=0.1)
+    assert fmean(trainer.idle[-30:]) < 0.01 and depths[-1] <= 2.0
 
 
 def test_the_real_loops_follow_engines_that_become_slower() -> None:

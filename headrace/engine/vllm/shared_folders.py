@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from typing import IO, TYPE_CHECKING
 
 from headrace.errors import SyncError
@@ -49,9 +50,9 @@ class SharedFolders:
         for other in [each for each in self._used if each != name]:
             self._used.pop(other).close()
         with contextlib.suppress(FileNotFoundError):  # another process has just removed them all
-            for path in self._folder.iterdir():
-                if path.name not in self._used:
-                    remove_unused(path)
+            for name in os.listdir(self._folder):
+                if name not in self._used:
+                    remove_unused(self._folder / name)
         if not self._used:
             with contextlib.suppress(OSError):  # others are in use
                 self._folder.rmdir()
