@@ -482,6 +482,7 @@ def test_the_usual_parts_of_a_batch() -> None:
     assert parts(mini_batches=2) == 1 and parts(mini_batches=2, stream_parts=8) == 8
     assert parts(parallel={"shard": 8}) == 2, "each rank gets some rollouts of each part"
     assert make_recipe({"train.batch": 64, "orchestrate": "inline"}).stream_parts == 1
+    assert make_recipe({"train.batch": 64, "engine.lend": True}).stream_parts == 1
     assert make_recipe({"train.batch": 64, "staleness.max_lag": "auto"}).stream_parts == 4
     why = "must be a multiple of mini_batches = 2, at most the 8 groups of a batch; or 1"
     for wrong in (3, 10):

@@ -24,7 +24,8 @@ def stream_parts(recipe: Recipe) -> int:
     train = recipe.train
     if train.stream_parts:
         return train.stream_parts
-    if train.mini_batches > 1 or recipe.is_inline or next(whole_batch_reasons(recipe), None):
+    lends = recipe.engine.lend  # one long wait for a batch is worth more to it than several short ones
+    if lends or train.mini_batches > 1 or recipe.is_inline or next(whole_batch_reasons(recipe), None):
         return 1
     most = min(train.groups_per_batch // _FEWEST_GROUPS, train.batch // (_FEWEST_ROLLOUTS * train.parallel.ranks))
     return max(1, min(_USUAL, most))

@@ -34,7 +34,7 @@ class TrainSettings:
     stream_parts: int = field(default=0, metadata=ELASTIC)
     """Parts of a batch, a multiple of mini_batches. The trainer gets each as soon as its groups are complete, and adds up their
     gradients; a step is made once all parts of its mini-batch are trained. 1 waits for the whole batch. 0 takes 4, fewer of a
-    small batch, and 1 with several mini-batches or where something needs the whole batch."""
+    small batch, and 1 with several mini-batches, engine.lend, or what needs the whole batch."""
     epochs: int = 1
     """How often a version trains its batch, each time in other mini-batches. Each epoch adds `mini_batches` optimizer steps;
     ratios stay those to the policy at the version's start."""
