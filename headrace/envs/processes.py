@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ _CANCEL_SECONDS = 5.0
 """How long a cancelled episode may take to end, before its process is killed."""
 _MAX_BYTES = 1 << 30
 """Of an episode or rollout that a process sends."""
+_MAX_LOG, _LOG_SECONDS = 100_000_000, 1.0
+"""Bytes of the log, and how often they are looked at."""
 REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt}
 """Errors that keep their kind between processes."""
 
@@ -129,11 +132,24 @@ class ProcessEnvironment:
     async def serve(self) -> None:
         """Runs beside the loops; when it is cancelled, the processes end."""
         try:
-            await asyncio.Event().wait()
+            while True:
+                await asyncio.sleep(_LOG_SECONDS)
+                if self._log is not None:
+                    await asyncio.to_thread(_keep_short, self._log)
         finally:
             for process in self._processes:
                 process.kill()
             self._processes = []
+
+
+def _keep_short(log: Path) -> None:
+    """A full log becomes `.1`. It is copied and emptied, not renamed, since the processes have it open to append to."""
+    size = log.stat().st_size if log.exists() else 0
+    if size > _MAX_LOG:
+        with contextlib.suppress(OSError), log.open("rb") as file, log.with_name(f"{log.name}.1").open("wb") as full:
+            for start in range(0, size, 1 << 20):
+                full.write(file.read(min(size - start, 1 << 20)))
+        os.truncate(log, 0)
 
 
 class _Process:

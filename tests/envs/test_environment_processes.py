@@ -138,6 +138,24 @@ def test_a_process_that_hangs_is_replaced(folder: Path, limit: dict[str, float])
     asyncio.run(main())
 
 
+async def test_a_flooded_log_keeps_only_what_was_printed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MAX_LOG", 1000)
+    monkeypatch.setattr(processes, "_LOG_SECONDS", 0.01)
+    hosted, log = environment(tmp_path), tmp_path / "environment.log"
+    serving = asyncio.ensure_future(hosted.serve())
+    with log.open("a") as file:  # as a process has it
+        for number in range(3):
+            file.write(f"{number}" * 2000)
+            file.flush()
+            while log.stat().st_size:
+                await asyncio.sleep(0.01)
+        file.write("last")
+    await asyncio.sleep(0.05)
+    assert log.read_text() == "last" and (tmp_path / "environment.log.1").read_text() == "2" * 2000
+    serving.cancel()
+    await asyncio.wait({serving})
+
+
 STREAMING = """
 import pathlib
 import headrace, openai
