@@ -5,7 +5,9 @@ the first. A history that continues none is a prompt of its own, or a fork where
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -72,20 +74,21 @@ class _Answered:
     is_taken: bool = False
     """Other messages follow it, in the same rollout."""
 
-    def continued_by(self, chat: Chat) -> int:
-        """How many messages of a chat this conversation is; 0 unless the chat starts with all of it and goes on."""
+    def starts(self, chat: Chat) -> bool:
+        """Whether a chat begins with all of this conversation and goes on. The last messages are compared first: if they are
+        edited, it is most often there."""
         told = (*self.history.messages, self.answer)
-        if len(told) >= len(chat.messages) or self.history.tools != tuple(chat.tools):
-            return 0
-        is_same = self.history.variables == chat.variables and all(map(_is_same, told, chat.messages))
-        return len(told) if is_same else 0
+        is_other = (self.history.tools, self.history.variables) != (tuple(chat.tools), chat.variables)
+        if is_other or len(told) >= len(chat.messages):
+            return False
+        return all(map(_is_same, reversed(told), reversed(chat.messages[: len(told)])))
 
 
 class AgentRollouts:
     """Those of one episode."""
 
     def __init__(self, client: Client) -> None:
-        self._client, self._answered = client, list[_Answered]()
+        self._client, self._answered = client, defaultdict[int, list[_Answered]](list)  # by their `_hashes`
         self._finished: dict[str, Rollout] = {}
         self.is_truncated = False
         """The last call's answer was cut off at a limit, or its prompt does not fit the context."""
@@ -100,15 +103,13 @@ class AgentRollouts:
     async def reply(self, call: AgentCall, tell: Tell | None = None) -> Reply:
         """The policy's answer. Waits for the engine; cancelling it cancels the call there. `tell` gets pieces of the message as
         they are generated, all but its tool calls."""
-        found = max(self._answered, key=lambda each: (each.continued_by(call.chat), not each.is_taken), default=None)
-        length = 0 if found is None else found.continued_by(call.chat)
+        found = self._continued(call.chat)
         try:
-            if found is None or not length:
-                found, (history, rollout) = None, self._prompt(call.chat)
+            if found is None:
+                history, rollout = self._prompt(call.chat)
             else:
-                history, rollout = self._client.follow(
-                    found.history, found.rollout, found.answer, call.chat.messages[length:], is_taken=found.is_taken
-                )
+                new = call.chat.messages[len(found.history.messages) + 1 :]
+                history, rollout = self._client.follow(found.history, found.rollout, found.answer, new, is_taken=found.is_taken)
         except ConfigError as error:
             self.refusal = error
             raise bad("messages", str(error)) from error
@@ -128,6 +129,14 @@ class AgentRollouts:
         if stream is not None:
             stream.finish(reply.message)
         return reply
+
+    def _continued(self, chat: Chat) -> _Answered | None:
+        """The longest conversation that a chat begins with and goes on; of several, one that no other messages follow."""
+        for key in reversed(_hashes(chat.messages[:-1])):
+            for answered in sorted(self._answered.get(key, ()), key=lambda each: each.is_taken):
+                if answered.starts(chat):
+                    return answered
+        return None
 
     def _prompt(self, chat: Chat) -> tuple[History, Rollout]:
         messages, tools, variables = cast("Plain", chat.messages), chat.tools, chat.variables
@@ -162,7 +171,7 @@ class AgentRollouts:
             answer["content"] = answer["content"][: stopped[0]]
         if "tool_calls" in answer:
             answer["tool_calls"] = answer["tool_calls"][: call.chat.max_calls]
-        self._answered.append(_Answered(rollout, history, answer))
+        self._answered[_hashes((*history.messages, answer))[-1]].append(_Answered(rollout, history, answer))
         self._finished.pop(rollout.id, None)
         self._finished[rollout.id] = rollout
         self.is_truncated, self.refusal = rollout.finish_reason is FinishReason.LENGTH, None
@@ -176,15 +185,31 @@ def check_last(messages: Sequence[Message]) -> None:
 
 
 def _is_same(ours: Message, theirs: Message) -> bool:
-    """Whether an agent's message is the one that its conversation has. It may leave out an answer's reasoning, the ids of calls
-    and space around an answer, as frameworks do."""
-    if ours["role"] != "assistant":
-        return {**ours, "tool_call_id": ""} == {**theirs, "tool_call_id": ""}
-    if theirs["role"] != "assistant" or str(ours["content"]).strip() != theirs["content"].strip():
-        return False
-    reasoning = theirs.get("reasoning_content")
+    """Whether an agent's message is the one that its conversation has. It may leave out an answer's reasoning too."""
+    reasoning = theirs.get("reasoning_content") if theirs["role"] == "assistant" else None
     if reasoning is not None and reasoning.strip() != ours.get("reasoning_content", "").strip():
         return False
-    return [call["function"] for call in ours.get("tool_calls", ())] == [
-        call["function"] for call in theirs.get("tool_calls", ())
-    ]
+    return _compared(ours) == _compared(theirs)
+
+
+def _compared(message: Message) -> Message:
+    """What must be the same. The ids of calls and space around an answer need not, which frameworks change."""
+    if message["role"] != "assistant":
+        return {**message, "tool_call_id": ""}
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return {"role": "assistant", "content": str(message["content"]).strip(), "tool_calls": calls}
+
+
+def _hashes(messages: Sequence[Message]) -> list[int]:
+    """Of each start of a conversation, from its first message to all; the same if all its messages are `_is_same`."""
+    found = itertools.accumulate(messages, lambda start, each: hash((start, _hashable(_compared(each)))), initial=0)
+    return list(found)[1:]
+
+
+def _hashable(value: Any, depth: int = 8) -> Any:  # noqa: ANN401  (JSON)
+    """Equal for equal values, down to a depth that bounds recursion: the policy writes the arguments of calls."""
+    if isinstance(value, dict | list | tuple) and not depth:
+        return None
+    if isinstance(value, dict):
+        return frozenset((key, _hashable(each, depth - 1)) for key, each in value.items())
+    return tuple(_hashable(each, depth - 1) for each in value) if isinstance(value, list | tuple) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 
 from headrace.engine import Increment, PromptTooLong
+from headrace.envs.episode_clock import EpisodeClock
 from headrace.envs.turns import Conversation, History
 from headrace.partial import is_continuation, recorded_turn
 from headrace.records import FinishReason, Rollout, Source
@@ -221,8 +223,8 @@ class EngineClient(Client):
     """Episodes of its group; 0 in an evaluation."""
     limit: CallLimit | None = None
     """Bounds the calls in flight at the engine."""
-    clock: asyncio.Timeout | None = None
-    """Ends the episode after `episode.timeout`; it stands still while the first call waits for a place."""
+    clock: EpisodeClock = field(default_factory=EpisodeClock)
+    """It stands still while the first call waits for a place."""
     on_stuck: Callable[[str], None] = logging.getLogger("headrace").warning
     """Called if the environment does not end when it is cancelled."""
     is_over: bool = False
@@ -230,6 +232,17 @@ class EngineClient(Client):
     has_called: bool = False
     generated: dict[str, Rollout] = field(default_factory=dict)
     """Rollouts by id as the engine last returned them."""
+
+    def begin_again(self) -> None:
+        """Its environment runs the task from the start, and no attempt is counted."""
+        self.clock.start()
+        self.release()
+        self.generated.clear()
+
+    def release(self) -> None:
+        """What the engines keep for next turns of the episode may go."""
+        if several := [id for id, rollout in self.generated.items() if len(rollout.calls) > 1]:
+            self.engine.release(several)
 
     async def generate(
         self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = (), on_tokens: OnTokens | None = None
@@ -242,35 +255,20 @@ class EngineClient(Client):
             ends: dict[str, Any] = {"max_tokens": most, "stop": tuple(dict.fromkeys((*sampling.stop, *stop)))}
             sampling = dataclasses.replace(sampling, min_tokens=min(sampling.min_tokens, most), **ends)
         told: dict[str, Any] = {} if on_tokens is None else {"on_tokens": on_tokens}
-        if self.limit is None:
-            self.generated[rollout.id] = generated = await self._generate(rollout, sampling, told)
-            return generated
         is_first, self.has_called = not self.has_called, True
-        await self._wait_for_a_place(self.limit, is_first=is_first)
-        if self.is_over:  # it ended while this call, of a task that it left behind, waited
-            self.limit.release()
-            await asyncio.Event().wait()
-        try:
-            self.generated[rollout.id] = generated = await self._generate(
-                rollout, sampling, told
-            )  # interrupted, it keeps its place
-            return generated
-        finally:
-            self.limit.release()
-
-    async def _wait_for_a_place(self, limit: CallLimit, *, is_first: bool) -> None:
-        """The clock of the episode stands still while its first call waits, also if its environment gives the wait up."""
-        until = self.clock.when() if self.clock is not None and is_first else None
-        if self.clock is None or until is None:
-            await limit.acquire(is_first=is_first)
-            return
-        waited = asyncio.get_running_loop().time()
-        self.clock.reschedule(None)
-        try:
-            await limit.acquire(is_first=is_first)
-        finally:
-            if not self.is_over:
-                self.clock.reschedule(until + asyncio.get_running_loop().time() - waited)
+        with self.clock.busy():
+            if self.limit is not None:
+                with self.clock.stopped() if is_first else contextlib.nullcontext():
+                    await self.limit.acquire(is_first=is_first)
+            try:
+                if not self.is_over:  # else it ended while this call, of a task that it left behind, waited
+                    self.generated[rollout.id] = generated = await self._generate(rollout, sampling, told)
+                    return generated
+            finally:
+                if self.limit is not None:  # interrupted, the call has kept its place
+                    self.limit.release()
+        await asyncio.Event().wait()
+        raise AssertionError
 
     async def _generate(self, rollout: Rollout, sampling: Sampling, told: dict[str, Any]) -> Rollout:
         start, id = len(rollout), rollout.id

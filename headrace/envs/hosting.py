@@ -100,6 +100,8 @@ class HostedEnvironment:
             what = type(self._current).__name__
             raise ConfigError(f"environment {name!r}: a {what} has no `async def run(task, client)`; see docs/environments.md")
         self.can_resume = can_resume(self._current)
+        self.may_idle = bool(getattr(self._current, "may_idle", False))
+        """It may wait long between generate calls, as for people, without being taken to hang."""
 
     @property
     def push_counts(self) -> dict[str, int]:

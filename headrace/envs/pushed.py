@@ -45,6 +45,7 @@ class PushedEnvironment:
     """Waits for what other processes push. They authenticate with one of the tokens in HEADRACE_PUSH_TOKENS."""
 
     name = "pushed"
+    may_idle = True
     outlives_failures = True  # the service is the run's, not an episode's
 
     def __init__(
@@ -106,8 +107,7 @@ class PushedEnvironment:
         return Episode(**names, rollouts=(rollout,), started=started, finished=time.time())
 
     def _serve(self, client: EngineClient) -> None:
-        if client.clock is not None:
-            client.clock.reschedule(None)  # `deadline`, not `episode.timeout`, bounds how long a place stays open
+        client.clock.lift()  # `deadline`, not `episode.timeout`, bounds how long a place stays open
         self.client = client
         if self._server is None or not self._server.is_open:
             if self._server is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from typing import TYPE_CHECKING, Protocol
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from headrace.engine import UnusablePrompt
+from headrace.envs.episode_clock import EpisodeClock
 from headrace.records import Episode, InfraAbort, Invalid
 from headrace.settings import ConfigError
 from headrace.user_code import await_user
@@ -17,6 +17,10 @@ from headrace.user_code import await_user
 if TYPE_CHECKING:
     from headrace.envs.client import Client, EngineClient
     from headrace.records import Outcome, Plain, Rollout
+
+
+_IDLE_SHARE = 4
+"""Three attempts that hang end before the run's `deadline` does."""
 
 
 class Environment(Protocol):
@@ -45,23 +49,29 @@ async def run_episode(
     client: EngineClient,
     *,
     timeout: float = 0.0,  # noqa: ASYNC109
+    deadline: float = 0.0,
 ) -> Episode:
-    """Run one episode. An exception in the environment fails the episode, not the run; so does a `timeout`, in seconds, and a
-    result that is not an episode of this client's."""
+    """Run one episode. An exception in the environment fails the episode, not the run; so do a `timeout`, in seconds, a quarter
+    of `deadline` without a generate call, unless the environment says that it `may_idle`, and a result that is not an episode
+    of this client's."""
     if type(environment) is SingleTurn and not timeout:  # it ends when it is cancelled, and needs no task of its own
         return await _run(environment, task, client)
     name = str(getattr(environment, "name", type(environment).__qualname__))
     async with getattr(environment, "places", None) or contextlib.nullcontext():
-        running = _run(environment, task, client)
+        idle = 0.0 if getattr(environment, "may_idle", False) else deadline / _IDLE_SHARE
+        client.clock, running = EpisodeClock(timeout, idle), _run(environment, task, client)
         try:
-            async with asyncio.timeout(timeout or None) as client.clock:
+            async with client.clock.running():
                 episode = await await_user(running, name=f"the environment of {client.episode}", on_stuck=client.on_stuck)
         except TimeoutError:
-            return _failed(task, client, InfraAbort(f"the episode took longer than episode.timeout = {timeout:g} s"))
+            reason = f"the episode took longer than episode.timeout = {timeout:g} s"
+            if client.clock.was_idle:
+                made_none = f"environment {name!r} made no generate call for {idle:g} s, a quarter of deadline = {deadline:g}"
+                reason = f"{made_none}; raise that if it may take so long, or have it say `may_idle = True`"
+            return _failed(task, client, InfraAbort(reason))
         finally:
             client.is_over = True
-            if ended := [id for id, rollout in client.generated.items() if len(rollout.calls) > 1]:
-                client.engine.release(ended)
+            client.release()
     if not hasattr(environment, "places"):  # not made by `make_environment`
         return episode
     problem = _problem(episode, client)

@@ -284,7 +284,9 @@ def open_environment(recipe: Recipe, model_path: str, given: UserInputs, *, log:
     build = {"model_path": model_path, "model": to_dict(recipe.model), "environment": plain}
     how: dict[str, Any] = {"num": settings.processes, "concurrency": settings.concurrency, "log": log}
     can_resume = bool(settings.options.get("can_resume", getattr(cls, "can_resume", False)))
-    return cast("Environment", ProcessEnvironment(settings.name or "tools", build, can_resume=can_resume, **how))
+    may_idle = bool(getattr(cls, "may_idle", False))
+    name = settings.name or "tools"
+    return cast("Environment", ProcessEnvironment(name, build, can_resume=can_resume, may_idle=may_idle, **how))
 
 
 def make_roles(

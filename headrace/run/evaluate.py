@@ -149,9 +149,9 @@ class Evaluator:
 
         async def run(id: str, task: Task) -> Episode:
             """Again if its environment failed, as in training."""
-            attempts = 0
+            attempts, limits = 0, {"timeout": self._timeout, "deadline": self._deadline}
             while True:
-                episode, attempts = await run_episode(roles.environment, task, client(id), timeout=self._timeout), attempts + 1
+                episode, attempts = await run_episode(roles.environment, task, client(id), **limits), attempts + 1
                 if not isinstance(episode.outcome, InfraAbort) or attempts == MAX_ATTEMPTS:
                     return episode if attempts == 1 else episode.replace(attempts=attempts)
 

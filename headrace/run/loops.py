@@ -59,8 +59,8 @@ async def generate(run: Run) -> NoReturn:
 
 
 async def _run_episode(run: Run, record: EpisodeInFlight) -> None:
-    timeout = run.recipe.episode.timeout
-    run.finish(record, await run_episode(run.roles.environment, record.group.task.row, run.client(record), timeout=timeout))
+    limits = {"timeout": run.recipe.episode.timeout, "deadline": run.recipe.deadline}
+    run.finish(record, await run_episode(run.roles.environment, record.group.task.row, run.client(record), **limits))
 
 
 async def score(run: Run) -> NoReturn:

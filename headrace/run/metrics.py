@@ -100,8 +100,8 @@ def completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Answers per episode, and the share of those after the first for which the chat template rewrote what came before, so that
-    the rollout was forked; nothing if no episode has more than one."""
+    """Answers per episode, and forks per answer after the first, whatever made them: a chat template that rewrote what came
+    before, or an agent that edited it or continued one answer twice. Nothing if no episode has more than one answer."""
     episodes = [episode for group in groups for episode in group.episodes]
     turns = forks = 0
     for episode in episodes:

@@ -12,7 +12,7 @@ import pytest
 from agent_bench import END, Answering, check_exact, client_of, run, text_of
 
 import headrace
-from headrace.envs import run_episode
+from headrace.envs import agent_rollouts, run_episode
 from headrace.observe.inspect import render
 from headrace.records import FinishReason, InfraAbort, Invalid, Scored
 from headrace.settings import ConfigError
@@ -129,6 +129,45 @@ def test_the_same_prompt_twice_is_two_rollouts() -> None:
     episode = run(voting, engine)
     check_exact(episode, engine)
     assert [rollout.parent for rollout in episode.rollouts] == [None, None]
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_call_compares_its_messages_with_those_of_one_earlier_answer(
+    is_edited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with those of each, which would take longer with every turn squared."""
+    engine = Answering(lambda text: f"<think>\nhm\n</think>\n\nyes{END}", template="qwen3", context=4096)
+    compared, is_same = [], agent_rollouts._is_same
+    monkeypatch.setattr(agent_rollouts, "_is_same", lambda *both: compared.append(both) or is_same(*both))
+    turns, counts = 40, []
+
+    @headrace.agent
+    async def talking(session) -> None:
+        history: list[Any] = [user("go")]
+        for turn in range(turns):
+            said = (await ask(session, *history)).model_dump()
+            counts.append(len(compared))
+            compared.clear()
+            history += [{**said, "reasoning_content": f"no {turn}"} if is_edited else said, user(f"and {turn}")]
+
+    run(talking, engine)
+    assert len(counts) == turns and sum(counts) > 0
+    assert all(count <= 2 * turn for turn, count in enumerate(counts))
+
+
+def test_numbers_that_another_language_writes_without_a_point_are_the_same() -> None:
+    engine = Answering(lambda text: CALL.replace("2", "2.0") + END)
+
+    @headrace.agent
+    async def in_javascript(session) -> None:
+        said = (await ask(session, user("go"), tools=[ADD])).model_dump()
+        (call,) = said["tool_calls"]
+        assert call["function"]["arguments"] == '{"a": 2.0, "b": 3}'
+        call["function"]["arguments"] = '{"b":3,"a":2}'
+        await ask(session, user("go"), said, {"role": "tool", "tool_call_id": call["id"], "content": "5"}, tools=[ADD])
+
+    (rollout,) = run(in_javascript, engine).rollouts
+    assert len(rollout.calls) == 2
 
 
 @pytest.mark.parametrize("edits", ["reply", "answer", "first"])

@@ -115,17 +115,19 @@ def test_an_episode_costs_only_itself(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.long
-def test_a_process_that_hangs_is_replaced(folder: Path) -> None:
+@pytest.mark.parametrize("limit", [{"timeout": 1.0}, {"deadline": 4.0}])
+def test_a_process_that_hangs_is_replaced(folder: Path, limit: dict[str, float]) -> None:
     hosted = environment(folder, concurrency=1)
 
     async def main() -> None:
         serving = asyncio.ensure_future(hosted.serve())
         first, _ = client(0)
-        assert (await run_episode(hosted, {"prompt": "5", "how": "plays"}, first, timeout=60.0)).outcome is None
+        played = await run_episode(hosted, {"prompt": "5", "how": "plays"}, first, timeout=60.0, deadline=4.0)
+        assert played.outcome is None, "its process takes longer to start than an episode may idle, which does not count"
         started = time.monotonic()
         blocked, after = client(1)[0], client(2)[0]
         episodes = await asyncio.gather(
-            run_episode(hosted, {"prompt": "5", "how": "blocks"}, blocked, timeout=1.0),
+            run_episode(hosted, {"prompt": "5", "how": "blocks"}, blocked, **limit),
             run_episode(hosted, {"prompt": "5", "how": "plays"}, after, timeout=30.0),
         )
         assert isinstance(episodes[0].outcome, InfraAbort) and episodes[1].outcome is None
@@ -134,6 +136,24 @@ def test_a_process_that_hangs_is_replaced(folder: Path) -> None:
         await asyncio.wait({serving})
 
     asyncio.run(main())
+
+
+async def test_a_flooded_log_keeps_only_what_was_printed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MAX_LOG", 1000)
+    monkeypatch.setattr(processes, "_LOG_SECONDS", 0.01)
+    hosted, log = environment(tmp_path), tmp_path / "environment.log"
+    serving = asyncio.ensure_future(hosted.serve())
+    with log.open("a") as file:  # as a process has it
+        for number in range(3):
+            file.write(f"{number}" * 2000)
+            file.flush()
+            while log.stat().st_size:  # noqa: ASYNC110  (a thread empties it)
+                await asyncio.sleep(0.01)
+        file.write("last")
+    await asyncio.sleep(0.05)
+    assert log.read_text() == "last" and (tmp_path / "environment.log.1").read_text() == "2" * 2000
+    serving.cancel()
+    await asyncio.wait({serving})
 
 
 STREAMING = """

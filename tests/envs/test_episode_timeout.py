@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ class Engine:
 
 class Prompt:
     id = "e"
+    calls = ()
     finish_reason = FinishReason.LENGTH
 
     def __len__(self) -> int:
@@ -81,6 +83,40 @@ async def test_an_episode_that_takes_too_long_fails_and_frees_its_slot(
         assert "test_episode_timeout.py:" in said[0]
 
 
+class Waits:
+    """Waits after a call that takes longer than it may idle, and calls again."""
+
+    def __init__(self, seconds: float, *, may_idle: bool = False) -> None:
+        self.seconds, self.may_idle = seconds, may_idle
+
+    async def run(self, task: dict[str, Any], client: EngineClient) -> Episode:
+        for _ in range(2):
+            await asyncio.gather(client.generate(client.prompt(task["prompt"])), asyncio.sleep(0))
+            await asyncio.sleep(self.seconds)
+        return Episode(id="e", group="g", task=task)
+
+
+class Slow(Engine):
+    def release(self, ids: object) -> None: ...
+
+    async def generate(self, rollout: Any, sampling: Sampling) -> Any:
+        await asyncio.sleep(0.3)
+        return Prompt()
+
+
+async def test_an_episode_that_makes_no_call_for_a_quarter_of_the_deadline_fails_and_calls_may_take_longer() -> None:
+    hangs, goes_on, waits_for_people = Waits(60), Waits(0), Waits(0.3, may_idle=True)
+    for environment, timeout in ((hangs, 0.0), (hangs, 1000.0), (goes_on, 0.0), (waits_for_people, 0.0)):
+        episode = await run_episode(environment, TASK, make_client(Slow()), timeout=timeout, deadline=0.8)
+        if environment is not hangs:
+            assert episode.outcome is None
+        else:
+            assert isinstance(episode.outcome, InfraAbort)
+            assert "environment 'Waits' made no generate call for 0.2 s, a quarter of deadline = 0.8" in episode.outcome.reason
+    late = await run_episode(hangs, TASK, make_client(Slow()), timeout=0.1, deadline=0.8)
+    assert isinstance(late.outcome, InfraAbort) and "episode.timeout = 0.1 s" in late.outcome.reason
+
+
 async def test_waiting_for_a_place_at_the_engines_does_not_count() -> None:
     limit, engine = CallLimit(1), Engine()
     await limit.acquire(is_first=True)
@@ -88,11 +124,11 @@ async def test_waiting_for_a_place_at_the_engines_does_not_count() -> None:
     loop = asyncio.get_running_loop()
     running = asyncio.ensure_future(run_episode(SingleTurn(), TASK, client, timeout=1000))
     await settle()
-    assert client.clock is not None and client.clock.when() is None
+    assert client.clock.ends == math.inf
     limit.release()
     await settle()
     assert engine.num_running
-    assert 990 < (client.clock.when() or 0) - loop.time() <= 1000
+    assert 990 < client.clock.ends - loop.time() <= 1000
     running.cancel()
     await asyncio.wait({running})
 
@@ -127,7 +163,7 @@ async def test_the_clock_goes_on_when_an_environment_gives_up_its_first_call() -
         async def run(self, task: dict[str, Any], client: EngineClient) -> Episode:
             call = asyncio.ensure_future(client.generate(client.prompt(task["prompt"])))
             await settle()
-            assert client.clock is not None and client.clock.when() is None
+            assert client.clock.ends == math.inf
             call.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await call
@@ -140,8 +176,8 @@ async def test_the_clock_goes_on_when_an_environment_gives_up_its_first_call() -
     running = asyncio.ensure_future(run_episode(GivesUp(), TASK, client, timeout=1000))
     for _ in range(3):
         await settle()
-    assert not running.done() and client.clock is not None
-    assert 990 < (client.clock.when() or 0) - asyncio.get_running_loop().time() <= 1000
+    assert not running.done()
+    assert 990 < client.clock.ends - asyncio.get_running_loop().time() <= 1000
     running.cancel()
     await asyncio.wait({running})
     limit.release()

@@ -93,7 +93,8 @@ class Places:
     async def _episode(self, group: str, index: int) -> None:
         client = client_of(self.engine, f"{group}/{index}", group_size=SIZE)
         client.index = index
-        self.ended[client.episode] = await run_episode(self.environment, {"prompt": "pushed"}, client, timeout=0.1)
+        limits = {"timeout": 0.1, "deadline": 0.4}
+        self.ended[client.episode] = await run_episode(self.environment, {"prompt": "pushed"}, client, **limits)
 
     def wait(self, count: int) -> None:
         until = time.monotonic() + 10
@@ -125,6 +126,15 @@ def test_what_is_pushed_is_what_the_engine_sampled() -> None:
         assert sampled.sum() == len(first[index]) - 3 + len(whole[index]) - len(turns[index])
         assert (rollout.logprobs[sampled] == -1).all() and (rollout.versions[sampled] == 0).all()
         assert np.flatnonzero(sampled & ~rollout.loss_mask).tolist() == ([3] if index else [])
+
+
+def test_a_place_waits_longer_than_an_episode_may_take_or_idle() -> None:
+    with Places() as places:
+        time.sleep(0.2)
+        first = sample(places.url, [5, 6, 7])
+        assert call(places.url, "/scored_data", scored(first, [5, 6, 7]))[0] == 200
+        places.wait(SIZE)
+    assert all(episode.outcome is None for episode in places.ended.values())
 
 
 def test_who_has_no_token_is_told_nothing() -> None:

@@ -433,7 +433,7 @@ class Resumed(TwoTurns):
 
 
 @pytest.mark.parametrize("environment", [TwoTurns(), Resumed()])
-def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path, monkeypatch, environment):
+def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path, monkeypatch, environment, capsys):
     folder = tmp_path / "run"
     settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "environment": environment}
     settings["sampling"] = {"max_tokens": 48}
@@ -452,8 +452,10 @@ def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path
     assert unfinished and partials
     assert set(unfinished) <= partials.keys() if environment.can_resume else not partials.keys() & set(unfinished)
     begun = note_generated(monkeypatch)
-    result = small_run(folder, **settings)
+    result = small_run(folder, **settings, quiet=False)
     assert result.summary["status"] == "finished" and books_close(result.summary)
+    anew = "anew       episodes in flight begin again: environment 'TwoTurns' does not say `can_resume = True`"
+    assert (anew in capsys.readouterr().out) is not environment.can_resume
     if environment.can_resume:
         assert not set(unfinished) & {*begun}, "in their second turn: they go on"
     else:
