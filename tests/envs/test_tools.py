@@ -13,7 +13,7 @@ import pytest
 from templates import tokenizer_of
 from test_turns import check_trained, client_of
 
-from headrace.envs import ToolEnvironment, run_episode
+from headrace.envs import CallLimit, ToolEnvironment, run_episode
 from headrace.model.tiny import build_tokenizer
 from headrace.records import FinishReason, InfraAbort, Source
 from headrace.settings import ConfigError
@@ -178,6 +178,26 @@ def test_limits_end_an_episode_and_it_is_scored() -> None:
     episode, _, _ = play(ToolEnvironment([add]), more, f"2{END}", context=length - 10)
     assert episode.rollouts[0].finish_reason is FinishReason.LENGTH and len(episode.rollouts[0].calls) == 1
     assert episode.rollouts[0].is_sampled[-1], "the reply that did not fit is left out"
+
+
+@pytest.mark.parametrize(("waits", "answers"), [(0.0, 2), (0.5, 2), (0.0, 3)])
+def test_an_episode_ends_after_its_seconds_and_is_scored(waits: float, answers: int) -> None:
+    """What its first call waits for a place at the engines does not count."""
+
+    async def main():
+        client, engine = client_of(tokenizer_of("qwen2_5"), seed=1)
+        engine.says = [(call("wait", seconds=0.4) + END, FinishReason.STOP)] * 3
+        client.limit = CallLimit(1)
+        await client.limit.acquire(is_first=True)
+        asyncio.get_running_loop().call_later(waits, client.limit.release)
+        environment = ToolEnvironment([wait], max_turns=3, max_seconds=0.3 if answers == 2 else 60)
+        return await run_episode(environment, {"prompt": CHAT}, client)
+
+    episode = asyncio.run(main())
+    (rollout,) = episode.rollouts
+    assert len(rollout.calls) == answers and rollout.finish_reason is FinishReason.STOP and episode.outcome is None
+    with pytest.raises(ConfigError, match=r"environment.options.max_seconds = -1"):
+        ToolEnvironment([wait], max_seconds=-1)
 
 
 def test_a_text_prompt_works_without_a_template() -> None:

@@ -15,7 +15,8 @@ from test_runs import run_and_kill
 
 from headrace.bench.stubs import answer
 from headrace.engine import InFlight
-from headrace.envs import EngineClient, SingleTurn
+from headrace.envs import ENVIRONMENT, EngineClient, SingleTurn, StepEnvironment
+from headrace.envs.steps import Step, World
 from headrace.launch.stop import StopRequest
 from headrace.observe.inspect import read_rollouts
 from headrace.records import (
@@ -25,7 +26,6 @@ from headrace.records import (
     Invalid,
     Rollout,
     Scored,
-    Source,
     frames,
     unpack_episodes,
     unpack_rollouts,
@@ -432,7 +432,35 @@ class Resumed(TwoTurns):
     can_resume = True
 
 
-@pytest.mark.parametrize("environment", [TwoTurns(), Resumed()])
+class Counted(World):
+    """Pays one for the first action, two for the second, three for the last."""
+
+    def __init__(self):
+        self.count = 0
+
+    async def reset(self, seed):
+        return ""
+
+    async def step(self, action):
+        self.count += 1
+        return Step(f"{self.count}:", float(self.count), is_last=self.count == 3)
+
+    async def close(self): ...
+
+
+class Counting(StepEnvironment):
+    def _world(self, task):
+        return Counted()
+
+
+def num_turns(rollout) -> int:
+    """How often something the policy sampled follows what it did not."""
+    return int((np.diff(rollout.is_sampled.astype(int)) == 1).sum())
+
+
+@pytest.mark.parametrize(
+    "environment", [TwoTurns(), Resumed(), Counting(), Counting(can_resume=True)], ids=lambda each: type(each).__name__
+)
 def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path, monkeypatch, environment):
     folder = tmp_path / "run"
     settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "environment": environment}
@@ -442,7 +470,7 @@ def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path
 
     async def noting(self):
         calls = [call.rollout for call in await self._engine.in_flight()]
-        unfinished[:] = [rollout.id for rollout in calls if (rollout.source == Source.TOOL).any()]
+        unfinished[:] = [rollout.id for rollout in calls if (np.diff(rollout.is_sampled.astype(int)) < 0).any()]
         return await entries(self)
 
     with monkeypatch.context() as patch:
@@ -461,3 +489,6 @@ def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path
     trained = {rollout.id: rollout for rollout in rollouts_of(result)}
     went_on = [(partials[id], trained[id]) for id in trained.keys() & partials.keys()]
     assert went_on and all(np.array_equal(after.token_ids[: len(before)], before.token_ids) for before, after in went_on)
+    for rollout in trained.values() if isinstance(environment, Counting) else ():
+        actions = num_turns(rollout) - (rollout.finish_reason is FinishReason.LENGTH)
+        assert rollout.rewards[ENVIRONMENT] == actions * (actions + 1) / 2, "the world took all actions, also those before"
