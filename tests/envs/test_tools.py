@@ -180,17 +180,19 @@ def test_limits_end_an_episode_and_it_is_scored() -> None:
     assert episode.rollouts[0].is_sampled[-1], "the reply that did not fit is left out"
 
 
-@pytest.mark.parametrize(("waits", "answers"), [(0.0, 2), (0.5, 2), (0.0, 3)])
-def test_an_episode_ends_after_its_seconds_and_is_scored(waits: float, answers: int) -> None:
-    """What its first call waits for a place at the engines does not count."""
+@pytest.mark.parametrize(
+    ("waits", "took", "max_seconds", "answers"), [(0, 0, 0.3, 2), (0.5, 0, 0.3, 2), (0, 0.5, 0.3, 1), (0, 0, 60, 3)]
+)
+def test_an_episode_ends_after_its_seconds_and_is_scored(waits, took, max_seconds, answers) -> None:
+    """What its first call waits for a place at the engines does not count, and what it takes there does."""
 
     async def main():
         client, engine = client_of(tokenizer_of("qwen2_5"), seed=1)
         engine.says = [(call("wait", seconds=0.4) + END, FinishReason.STOP)] * 3
-        client.limit = CallLimit(1)
+        client.limit, engine.took = CallLimit(1), took
         await client.limit.acquire(is_first=True)
         asyncio.get_running_loop().call_later(waits, client.limit.release)
-        environment = ToolEnvironment([wait], max_turns=3, max_seconds=0.3 if answers == 2 else 60)
+        environment = ToolEnvironment([wait], max_turns=3, max_seconds=max_seconds)
         return await run_episode(environment, {"prompt": CHAT}, client)
 
     episode = asyncio.run(main())

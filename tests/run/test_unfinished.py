@@ -459,9 +459,11 @@ def num_turns(rollout) -> int:
 
 
 @pytest.mark.parametrize(
-    "environment", [TwoTurns(), Resumed(), Counting(), Counting(can_resume=True)], ids=lambda each: type(each).__name__
+    ("environment", "resumes"),
+    [(TwoTurns(), False), (Resumed(), True), (Counting(), False), (Counting(can_resume=True), True)],
+    ids=["two turns", "two turns that resume", "steps", "steps that resume"],
 )
-def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path, monkeypatch, environment):
+def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path, monkeypatch, environment, resumes):
     folder = tmp_path / "run"
     settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "environment": environment}
     settings["sampling"] = {"max_tokens": 48}
@@ -478,11 +480,11 @@ def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path
         run_and_kill(folder, monkeypatch, at=5, **settings)
     partials = {rollout.id: rollout for group in saved(folder, 3) for rollout in group["rollouts"]}
     assert unfinished and partials
-    assert set(unfinished) <= partials.keys() if environment.can_resume else not partials.keys() & set(unfinished)
+    assert set(unfinished) <= partials.keys() if resumes else not partials.keys() & set(unfinished)
     begun = note_generated(monkeypatch)
     result = small_run(folder, **settings)
     assert result.summary["status"] == "finished" and books_close(result.summary)
-    if environment.can_resume:
+    if resumes:
         assert not set(unfinished) & {*begun}, "in their second turn: they go on"
     else:
         assert set(unfinished) <= {*begun}, "in their second turn: begun anew"
