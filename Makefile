@@ -29,7 +29,7 @@ test: lint
 # need it fail without it instead of being skipped. Then those of environments that need packages of their own.
 test-all: test $(VLLM)/.ready $(ADAPTERS)/.ready
 	HEADRACE_TEST_VLLM=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m long
-	$(ADAPTERS)/bin/python -m pytest tests/envs/test_verifiers.py tests/envs/test_openenv.py
+	$(ADAPTERS)/bin/python -m pytest tests/envs/test_verifiers.py tests/envs/test_openenv.py tests/envs/test_atropos.py
 	PYTHONPATH=$(VERIFIERS_0_1) $(ADAPTERS)/bin/python -m pytest tests/envs/test_verifiers_loaded.py
 
 lint: $(VENV)/.dev
@@ -51,8 +51,8 @@ $(VLLM)/.ready: constraints-vllm.txt
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$$version" > "$$site/vllm-$$version.dist-info/METADATA"
 	touch $@
 
-# verifiers and OpenEnv, which need older packages than .venv has: these in an environment of its own, all others from .venv, and
-# verifiers 0.1 in a folder of its own. The imports fail if the tests would be skipped.
+# verifiers, OpenEnv and Atropos, the first two of which need older packages than .venv has: these in an environment of its own,
+# all others from .venv, and verifiers 0.1 in a folder of its own. The imports fail if the tests would be skipped.
 adapters: $(ADAPTERS)/.ready
 
 $(ADAPTERS)/.ready: constraints-adapters.txt $(VENV)/.dev
@@ -60,7 +60,7 @@ $(ADAPTERS)/.ready: constraints-adapters.txt $(VENV)/.dev
 	$(ADAPTERS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-adapters.txt
 	site='import sysconfig; print(sysconfig.get_path("purelib"))' && \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" > "$$($(ADAPTERS)/bin/python -c "$$site")/headrace.pth"
-	$(ADAPTERS)/bin/python -c 'import verifiers.v1, openenv.core'
+	$(ADAPTERS)/bin/python -c 'import verifiers.v1, openenv.core, atroposlib.envs.base'
 	$(ADAPTERS)/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VERIFIERS_0_1) \
 		verifiers==0.1.14 aiolimiter==1.3.0 setproctitle==1.3.8
 	PYTHONPATH=$(VERIFIERS_0_1) $(ADAPTERS)/bin/python -c 'import verifiers.envs.environment'

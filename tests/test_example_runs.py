@@ -20,7 +20,7 @@ def metrics(folder: Path) -> list[dict]:
     return [row for row in rows if "reward" in row]
 
 
-@pytest.mark.parametrize("name", ["calculator", "guess_the_number"])
+@pytest.mark.parametrize("name", ["calculator", "guess_the_number", "verifiers_environment"])
 def test_an_example_is_short(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 80
 

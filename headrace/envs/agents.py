@@ -12,7 +12,7 @@ import math
 import numbers
 import secrets
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast, overload
 
 from headrace.engine import ApiError
 from headrace.envs.agent_rollouts import AgentRollouts
@@ -142,12 +142,13 @@ class AgentEnvironment(abc.ABC):
 class FunctionAgent(AgentEnvironment):
     """A function of a `Session`. A plain one is called in a thread of its own."""
 
-    def __init__(self, function: Callable[[Session], Any]) -> None:
+    def __init__(self, function: Callable[[Session], Any], *, can_resume: bool = False) -> None:
         if not callable(function) or isinstance(function, type):
             raise ConfigError(f"headrace.agent({function!r}): must be a function of a session, `async def solve(session)`")
         super().__init__(getattr(function, "__qualname__", type(function).__qualname__))
         self._function = function
         functools.update_wrapper(cast("Any", self), function)  # its name and its code are the function's
+        self.can_resume = can_resume
 
     async def act(self, session: Session) -> object:
         if inspect.iscoroutinefunction(self._function):
@@ -157,10 +158,16 @@ class FunctionAgent(AgentEnvironment):
         return await cast("Awaitable[object]", result) if inspect.isawaitable(result) else result
 
 
-def agent(function: Callable[[Session], Any]) -> FunctionAgent:
+@overload
+def agent(function: Callable[[Session], Any], *, can_resume: bool = False) -> FunctionAgent: ...
+@overload
+def agent(*, can_resume: bool = False) -> Callable[[Callable[[Session], Any]], FunctionAgent]: ...
+def agent(function: Callable[[Session], Any] | None = None, *, can_resume: bool = False) -> Any:
     """An environment that runs a function on each task: `headrace.train(environment=headrace.agent(solve), …)`.
 
     The function gets a session: `session.row` is the task, `session.base_url` and `session.api_key` are for any OpenAI client.
-    What it returns is the reward: a number, several by name, or None for the run's own reward functions. See docs/agents.md.
+    What it returns is the reward: a number, several by name, or None for the run's own reward functions. `can_resume`, as in
+    `@headrace.agent(can_resume=True)`, declares that the same answers lead it to the same calls. See docs/agents.md.
     """
-    return FunctionAgent(function)
+    made = functools.partial(FunctionAgent, can_resume=can_resume)
+    return made if function is None else made(function)

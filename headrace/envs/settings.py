@@ -22,7 +22,7 @@ class EnvironmentSettings:
     """A program and its arguments, started for each episode: an agent that finds the model in OPENAI_BASE_URL and
     OPENAI_API_KEY, and its task as JSON on stdin."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the class; with `tools`: max_turns, max_tokens, tool_timeout, max_reply."""
+    """Arguments of the class; with `tools`: max_turns, max_tokens, max_seconds, tool_timeout, max_reply, can_resume."""
     concurrency: int = field(default=0, metadata=ELASTIC)
     """Episodes it runs at once; 0 sets no limit but that of what is in flight."""
     processes: int = field(default=0, metadata=ELASTIC)

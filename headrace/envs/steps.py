@@ -7,6 +7,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headrace.envs.turns import check_limits
 from headrace.settings import check
 
 if TYPE_CHECKING:
@@ -52,12 +53,16 @@ class StepEnvironment(abc.ABC):
     follows from the group, so that siblings start alike. The episode's reward is the sum of its steps', to which reward
     functions, if there are any, add. An answer that reaches its limit, or the context's, ends the episode and is no action."""
 
-    def __init__(self, *, max_turns: int = 32, step_rewards: bool = False) -> None:
-        """`max_turns`: actions of an episode. `step_rewards` also tells what each turn earned, for advantages that look at it
-        (`train.advantage = "gae"`)."""
-        check(type(max_turns) is int and max_turns >= 1, "environment.options.max_turns", max_turns, "a whole number ≥ 1")
+    def __init__(
+        self, *, max_turns: int = 32, max_seconds: float = 0.0, step_rewards: bool = False, can_resume: bool = False
+    ) -> None:
+        """`max_turns`: actions of an episode; `max_seconds`: after which no more follow, 0 for no limit. `step_rewards` also
+        tells what each turn earned, for advantages that look at it (`train.advantage = "gae"`). `can_resume`: a fresh world
+        with the same seed and actions observes and pays the same; after a restart, episodes then continue where they were."""
+        check_limits(max_turns=max_turns, max_seconds=max_seconds)
         check(type(step_rewards) is bool, "environment.options.step_rewards", step_rewards, "true or false")
-        self._max_turns, self._step_rewards = max_turns, step_rewards
+        self._max_turns, self._max_seconds = max_turns, max_seconds
+        self._step_rewards, self.can_resume = step_rewards, can_resume
 
     @abc.abstractmethod
     def _world(self, task: dict[str, Plain]) -> World:
@@ -82,7 +87,7 @@ class StepEnvironment(abc.ABC):
                 break
             step = await world.step(answer["content"].strip())
             earned.append((chat.rollout.id, len(chat.rollout) - 1, step.reward))
-            if step.is_last or turn == self._max_turns:
+            if step.is_last or turn == self._max_turns or 0 < self._max_seconds <= chat.seconds:
                 break
             chat.append({"role": "user", "content": step.observation})
         return earned

@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headrace.envs.turns import check_limits
 from headrace.imports import import_name
 from headrace.settings import ConfigError, check
 from headrace.user_code import UserThread, await_user
@@ -147,8 +148,9 @@ class EpisodeTools:
 class ToolEnvironment:
     """The policy answers, and as long as its answer calls tools, their replies follow and it answers again.
 
-    The episode ends with an answer that calls none, after `max_turns` answers, when it holds `max_tokens` tokens, or when an
-    answer or the context has reached its limit, which counts as truncated; it is scored in each case."""
+    The episode ends with an answer that calls none, after `max_turns` answers, when it holds `max_tokens` tokens or has taken
+    `max_seconds`, or when an answer or the context has reached its limit, which counts as truncated; it is scored in each case.
+    """
 
     def __init__(
         self,
@@ -156,20 +158,21 @@ class ToolEnvironment:
         *,
         max_turns: int = 8,
         max_tokens: int = 0,
+        max_seconds: float = 0.0,
         tool_timeout: float = 30.0,
         max_reply: int = 8192,
         can_resume: bool = False,
     ) -> None:
         """`tools`: see above. `max_turns`: answers of the policy. `max_tokens`: of an episode, prompt and
-        replies included; 0 leaves it to the model's context. A call may take `tool_timeout` seconds, and its reply have
-        `max_reply` characters. `can_resume`: tools may be called again with the same arguments after a restart, and reply the
-        same; episodes then continue where they were."""
-        check(type(max_turns) is int and max_turns >= 1, "environment.options.max_turns", max_turns, "a whole number ≥ 1")
+        replies included; 0 leaves it to the model's context. `max_seconds`: after which no tool is called; 0 sets no limit. A
+        call may take `tool_timeout` seconds, and its reply have `max_reply` characters. `can_resume`: tools may be called again
+        with the same arguments after a restart, and reply the same; episodes then continue where they were."""
+        check_limits(max_turns=max_turns, max_seconds=max_seconds)
         check(type(max_tokens) is int and max_tokens >= 0, "environment.options.max_tokens", max_tokens, "≥ 0")
         is_time = isinstance(tool_timeout, int | float) and 0 < tool_timeout < math.inf
         check(is_time, "environment.options.tool_timeout", tool_timeout, "a number of seconds above 0")
         check(type(max_reply) is int and max_reply >= 1, "environment.options.max_reply", max_reply, "a whole number ≥ 1")
-        self._max_turns, self._max_tokens, self.can_resume = max_turns, max_tokens, can_resume
+        self._max_turns, self._max_tokens, self._max_seconds, self.can_resume = max_turns, max_tokens, max_seconds, can_resume
         self._tools = Toolbox(tools, timeout=tool_timeout, max_reply=max_reply)
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
@@ -180,7 +183,8 @@ class ToolEnvironment:
                 answer = await chat.generate()
                 calls = answer.get("tool_calls", ())
                 is_full = 0 < self._max_tokens <= len(chat.rollout)
-                if not calls or chat.is_truncated or turn == self._max_turns or is_full:
+                is_late = 0 < self._max_seconds <= chat.seconds
+                if not calls or chat.is_truncated or turn == self._max_turns or is_full or is_late:
                     break
                 chat.append(*await tools.answer(calls))
             return chat.episode(task, environment="tools")

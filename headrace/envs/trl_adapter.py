@@ -26,7 +26,7 @@ class TrlEnvironment:
     def __init__(self, factory: str | Callable[[], Any], **options: Any) -> None:  # noqa: ANN401
         """`factory`: a class, a function that makes an instance, or its name. `options`: of `ToolEnvironment`."""
         self._factory = import_name(factory, setting="environment.options.factory") if isinstance(factory, str) else factory
-        self._options = options
+        self._options, self.can_resume = options, bool(options.get("can_resume"))
         first = self._factory()
         if not callable(getattr(first, "reset", None)):
             what = type(first).__qualname__

@@ -10,6 +10,7 @@ of the same episode goes on from the tokens that both have in common, and the fi
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ import numpy as np
 
 from headrace.engine import has_special_markers, read_calls
 from headrace.records import Episode, FinishReason, Rollout, Source, check_messages
+from headrace.settings import check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +35,13 @@ _CONTENT, _THINKING, _CALL = "☉content☉", "☉thinking☉", "☉call☉"
 THINK, END_THINK = "<think>", "</think>"
 _SOURCES = {"tool": Source.TOOL, "ipython": Source.TOOL}
 """Of the content of a message, by role; other roles are the prompt's, and what the template writes around it is its own."""
+
+
+def check_limits(*, max_turns: object, max_seconds: object) -> None:
+    """Raise for options of an environment that are no limits of an episode."""
+    check(type(max_turns) is int and max_turns >= 1, "environment.options.max_turns", max_turns, "a whole number ≥ 1")
+    is_time = isinstance(max_seconds, int | float) and 0 <= max_seconds < math.inf
+    check(is_time, "environment.options.max_seconds", max_seconds, "a number of seconds, or 0 for no limit")
 
 
 class TemplateError(ValueError):
@@ -275,6 +284,7 @@ class Conversation:
 
     def __init__(self, client: Client, prompt: Plain, *, tools: Sequence[Any] = (), template_kwargs: Plain = None) -> None:
         self._client, self._started = client, time.time()
+        self._clock_started: float | None = None
         self.rollout = client.prompt(prompt, template_kwargs, tools)
         """The one that goes on."""
         self._left: list[Rollout] = []
@@ -294,9 +304,17 @@ class Conversation:
         """The last answer reached `sampling.max_tokens`, or the conversation its context: it cannot go on."""
         return self.rollout.finish_reason is FinishReason.LENGTH
 
+    @property
+    def seconds(self) -> float:
+        """How long it has taken since its first call was at the engine; 0 until that is answered. What it waits for a place at
+        the engines before that does not count, nor what it took before a restart."""
+        return 0.0 if self._clock_started is None else time.monotonic() - self._clock_started
+
     async def generate(self) -> Message:
         """The policy's next answer. If the conversation no longer fits the context, it ends: `is_truncated`."""
         self.rollout = await self._client.generate(self.rollout)
+        if self._clock_started is None:
+            self._clock_started = time.monotonic() - sum(call.finished - call.started for call in self.rollout.calls)
         return next(message for message in reversed(self.messages) if message["role"] == "assistant")
 
     def append(self, *messages: Message) -> None:

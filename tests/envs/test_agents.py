@@ -12,7 +12,7 @@ import pytest
 from agent_bench import END, Answering, check_exact, client_of, run, text_of
 
 import headrace
-from headrace.envs import agent_rollouts, run_episode
+from headrace.envs import agent_rollouts, can_resume, run_episode
 from headrace.observe.inspect import render
 from headrace.records import FinishReason, InfraAbort, Invalid, Scored
 from headrace.settings import ConfigError
@@ -483,6 +483,36 @@ def test_a_reward_that_is_no_number_stops_the_run(reward: Any) -> None:
 
     with pytest.raises(ConfigError, match=r"agent '.*odd' returned a reward .*: must be a finite number"):
         run(headrace.agent(odd), Answering(lambda text: f"ok{END}"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_that_can_resume_gets_its_answers_again(stream: bool) -> None:
+    """Run again after a restart in its third turn: it reads the first two answers as before, and only the third is sampled."""
+
+    @headrace.agent(can_resume=True)
+    async def talk(session) -> float:
+        messages = [user("go")]
+        async with opened(session) as client:
+            for _ in range(3):
+                made = await client.chat.completions.create(model="m", messages=messages, stream=stream)
+                if stream:
+                    text = "".join([chunk.choices[0].delta.content or "" async for chunk in made])
+                else:
+                    text = made.choices[0].message.content
+                messages += [{"role": "assistant", "content": text}, user(f"not {text}")]
+        return len(messages)
+
+    engine = Answering(lambda text: f"{len(text)} it is{END}")
+    whole = asyncio.run(run_episode(talk, {"prompt": "x"}, client_of(engine, keeps_turns=True)))
+    (rollout,) = whole.rollouts
+    before = rollout.forked(rollout.calls[1].stop, id="cut").replace(id=rollout.id, parent=None)
+    again = Answering(engine.answer)
+    again.random.seed(7)
+    resuming = client_of(again, keeps_turns=can_resume(talk), partials={rollout.id: before})
+    episode = asyncio.run(run_episode(talk, {"prompt": "x"}, resuming))
+    assert len(again.records) == 1 and episode.outcome == whole.outcome == Scored(7.0)
+    assert episode.rollouts[0].token_ids[: len(before)].tolist() == before.token_ids.tolist()
+    assert len(episode.rollouts[0].calls) == 3 and not can_resume(with_tool)
 
 
 def test_what_fails_is_named() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import string
 import threading
+import time
 from typing import ClassVar
 
 import numpy as np
@@ -107,6 +108,19 @@ def test_an_episode_ends_when_it_is_truncated(says, options, calls) -> None:
     assert episode.rollouts[0].rewards["environment"] == pytest.approx(0.1 * calls)
 
 
+def test_an_episode_ends_after_its_seconds_and_keeps_what_it_earned() -> None:
+    class Slow(Guess):
+        def step(self, action):
+            time.sleep(0.2)
+            return super().step(action)
+
+    client, engine = client_of(tokenizer_of("qwen2_5"))
+    engine.says = [(f"1{END}", STOP)] * 4
+    episode = asyncio.run(run_episode(GymnasiumEnvironment(Slow, max_seconds=0.3), TASK, client))
+    (rollout,) = episode.rollouts
+    assert len(rollout.calls) == 2 and rollout.rewards["environment"] == pytest.approx(0.2) and episode.outcome is None
+
+
 def test_a_cut_answer_is_no_action() -> None:
     episode, _, _ = play(["3", "7"], reasons=[STOP, FinishReason.LENGTH])
     assert episode.rollouts[0].rewards == {"environment": pytest.approx(0.1)}
@@ -142,8 +156,9 @@ def test_siblings_start_alike_and_groups_do_not() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"environment.options.id = 'NoSuch-v0'"):
         GymnasiumEnvironment("NoSuch-v0")
-    with pytest.raises(ConfigError, match=r"environment.options.max_turns"):
-        GymnasiumEnvironment("headrace-test/Guess-v0", max_turns=0)
+    for name, value in (("max_turns", 0), ("max_seconds", "1")):
+        with pytest.raises(ConfigError, match=rf"environment.options.{name} = {value!r}"):
+            GymnasiumEnvironment("headrace-test/Guess-v0", **{name: value})
     client, _ = client_of(tokenizer_of("qwen2_5"))
     with pytest.raises(ConfigError, match="ndarray, not text"):
         asyncio.run(run_episode(GymnasiumEnvironment("CartPole-v1"), TASK, client))

@@ -13,7 +13,7 @@ import pytest
 from templates import tokenizer_of
 from test_turns import check_trained, client_of
 
-from headrace.envs import ToolEnvironment, run_episode
+from headrace.envs import CallLimit, ToolEnvironment, run_episode
 from headrace.model.tiny import build_tokenizer
 from headrace.records import FinishReason, InfraAbort, Source
 from headrace.settings import ConfigError
@@ -178,6 +178,28 @@ def test_limits_end_an_episode_and_it_is_scored() -> None:
     episode, _, _ = play(ToolEnvironment([add]), more, f"2{END}", context=length - 10)
     assert episode.rollouts[0].finish_reason is FinishReason.LENGTH and len(episode.rollouts[0].calls) == 1
     assert episode.rollouts[0].is_sampled[-1], "the reply that did not fit is left out"
+
+
+@pytest.mark.parametrize(
+    ("waits", "took", "max_seconds", "answers"), [(0, 0, 0.3, 2), (0.5, 0, 0.3, 2), (0, 0.5, 0.3, 1), (0, 0, 60, 3)]
+)
+def test_an_episode_ends_after_its_seconds_and_is_scored(waits, took, max_seconds, answers) -> None:
+    """What its first call waits for a place at the engines does not count, and what it takes there does."""
+
+    async def main():
+        client, engine = client_of(tokenizer_of("qwen2_5"), seed=1)
+        engine.says = [(call("wait", seconds=0.4) + END, FinishReason.STOP)] * 3
+        client.limit, engine.took = CallLimit(1), took
+        await client.limit.acquire(is_first=True)
+        asyncio.get_running_loop().call_later(waits, client.limit.release)
+        environment = ToolEnvironment([wait], max_turns=3, max_seconds=max_seconds)
+        return await run_episode(environment, {"prompt": CHAT}, client)
+
+    episode = asyncio.run(main())
+    (rollout,) = episode.rollouts
+    assert len(rollout.calls) == answers and rollout.finish_reason is FinishReason.STOP and episode.outcome is None
+    with pytest.raises(ConfigError, match=r"environment.options.max_seconds = -1"):
+        ToolEnvironment([wait], max_seconds=-1)
 
 
 def test_a_text_prompt_works_without_a_template() -> None:

@@ -8,7 +8,7 @@ import pytest
 from templates import tokenizer_of
 from test_turns import check_trained, client_of
 
-from headrace.envs import TrlEnvironment, run_episode
+from headrace.envs import TrlEnvironment, can_resume, run_episode
 from headrace.records import FinishReason, InfraAbort
 from headrace.settings import ConfigError
 
@@ -53,6 +53,18 @@ def play(environment, says: list[str], task=TASK):
     client, engine = client_of(tokenizer_of("qwen2_5"))
     engine.says = [(f"{text}{END}", STOP) for text in says]
     return asyncio.run(run_episode(environment, task, client)), client, engine
+
+
+def test_an_environment_that_can_resume_takes_its_calls_again() -> None:
+    environment = TrlEnvironment(Counter, can_resume=True)
+    assert can_resume(environment) and not can_resume(TrlEnvironment(Counter))
+    whole, _, _ = play(environment, [call(1), call(2), "Done."])
+    (rollout,) = whole.rollouts
+    before = rollout.forked(rollout.calls[1].stop, id="cut").replace(id=rollout.id, parent=None)
+    client, engine = client_of(tokenizer_of("qwen2_5"))
+    client.keeps_turns, client.partials[rollout.id], engine.says = True, before, [(f"Ready.{END}", STOP)]
+    episode = asyncio.run(run_episode(environment, TASK, client))
+    assert len(episode.rollouts[0].calls) == 3 and episode.rollouts[0].rewards == {"Counter": 1.0}
 
 
 def test_methods_are_tools_and_it_owns_the_reward() -> None:

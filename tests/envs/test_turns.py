@@ -42,7 +42,7 @@ class Scripted:
 
     def __init__(self, tokenizer, *, seed: int = 0, context: int = 1 << 30) -> None:
         self.tokenizer, self.random, self.context = tokenizer, random.Random(seed), context
-        self.says, self.sampled, self.seen = [], [], []
+        self.says, self.sampled, self.seen, self.took = [], [], [], 0.0
 
     async def generate(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         if len(rollout) >= self.context:
@@ -59,7 +59,7 @@ class Scripted:
             ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
             text = text[len(piece) :]
         self.sampled += ids
-        how = {"engine": "x", "sampling": sampling, "finish_reason": reason, "started": 0.0, "finished": 0.0}
+        how = {"engine": "x", "sampling": sampling, "finish_reason": reason, "started": 0.0, "finished": self.took}
         return rollout.extend(
             Call(start=len(rollout), stop=len(rollout) + len(ids), **how),
             token_ids=np.array(ids, dtype=np.int32),

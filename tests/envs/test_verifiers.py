@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,17 @@ async def test_episodes_at_once_keep_apart() -> None:
     for number, (episode, engine) in enumerate(await asyncio.gather(*(one(number) for number in range(4)))):
         assert episode.outcome == Scored([1.5, 0.5][number % 2])
         check_trained(episode.rollouts, engine)
+
+
+def test_the_example_learns(tmp_path, monkeypatch) -> None:
+    """Each step takes two seconds of verifiers: enough of them to see it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    run = import_module("verifiers_environment").main(run_dir=tmp_path / "run", steps=16, quiet=True)
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    assert len(rewards) == 16 and sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
+    counted = run.summary["accounting"]
+    assert (counted["trained"], counted["failed"]) == (16 * 48, 0)
 
 
 def test_a_failure_costs_the_episode_and_mistakes_are_named() -> None:

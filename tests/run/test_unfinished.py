@@ -15,7 +15,8 @@ from test_runs import run_and_kill
 
 from headrace.bench.stubs import answer
 from headrace.engine import InFlight
-from headrace.envs import EngineClient, SingleTurn
+from headrace.envs import ENVIRONMENT, EngineClient, SingleTurn, StepEnvironment
+from headrace.envs.steps import Step, World
 from headrace.launch.stop import StopRequest
 from headrace.observe.inspect import read_rollouts
 from headrace.records import (
@@ -25,7 +26,6 @@ from headrace.records import (
     Invalid,
     Rollout,
     Scored,
-    Source,
     frames,
     unpack_episodes,
     unpack_rollouts,
@@ -432,8 +432,38 @@ class Resumed(TwoTurns):
     can_resume = True
 
 
-@pytest.mark.parametrize("environment", [TwoTurns(), Resumed()])
-def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path, monkeypatch, environment, capsys):
+class Counted(World):
+    """Pays one for the first action, two for the second, three for the last."""
+
+    def __init__(self):
+        self.count = 0
+
+    async def reset(self, seed):
+        return ""
+
+    async def step(self, action):
+        self.count += 1
+        return Step(f"{self.count}:", float(self.count), is_last=self.count == 3)
+
+    async def close(self): ...
+
+
+class Counting(StepEnvironment):
+    def _world(self, task):
+        return Counted()
+
+
+def num_turns(rollout) -> int:
+    """How often something the policy sampled follows what it did not."""
+    return int((np.diff(rollout.is_sampled.astype(int)) == 1).sum())
+
+
+@pytest.mark.parametrize(
+    ("environment", "resumes"),
+    [(TwoTurns(), False), (Resumed(), True), (Counting(), False), (Counting(can_resume=True), True)],
+    ids=["two turns", "two turns that resume", "steps", "steps that resume"],
+)
+def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path, monkeypatch, environment, resumes, capsys):
     folder = tmp_path / "run"
     settings = {**LONG_TAIL, "steps": 8, "staleness": {"max_lag": 6}, "environment": environment}
     settings["sampling"] = {"max_tokens": 48}
@@ -442,7 +472,7 @@ def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path
 
     async def noting(self):
         calls = [call.rollout for call in await self._engine.in_flight()]
-        unfinished[:] = [rollout.id for rollout in calls if (rollout.source == Source.TOOL).any()]
+        unfinished[:] = [rollout.id for rollout in calls if (np.diff(rollout.is_sampled.astype(int)) < 0).any()]
         return await entries(self)
 
     with monkeypatch.context() as patch:
@@ -450,16 +480,19 @@ def test_an_environment_with_turns_is_run_again_or_gets_its_turns_again(tmp_path
         run_and_kill(folder, monkeypatch, at=5, **settings)
     partials = {rollout.id: rollout for group in saved(folder, 3) for rollout in group["rollouts"]}
     assert unfinished and partials
-    assert set(unfinished) <= partials.keys() if environment.can_resume else not partials.keys() & set(unfinished)
+    assert set(unfinished) <= partials.keys() if resumes else not partials.keys() & set(unfinished)
     begun = note_generated(monkeypatch)
     result = small_run(folder, **settings, quiet=False)
     assert result.summary["status"] == "finished" and books_close(result.summary)
-    anew = "anew       episodes in flight begin again: environment 'TwoTurns' does not say `can_resume = True`"
-    assert (anew in capsys.readouterr().out) is not environment.can_resume
-    if environment.can_resume:
+    anew = f"anew       episodes in flight begin again: environment '{type(environment).__name__}' does not say"
+    assert (anew in capsys.readouterr().out) is not resumes
+    if resumes:
         assert not set(unfinished) & {*begun}, "in their second turn: they go on"
     else:
         assert set(unfinished) <= {*begun}, "in their second turn: begun anew"
     trained = {rollout.id: rollout for rollout in rollouts_of(result)}
     went_on = [(partials[id], trained[id]) for id in trained.keys() & partials.keys()]
     assert went_on and all(np.array_equal(after.token_ids[: len(before)], before.token_ids) for before, after in went_on)
+    for rollout in trained.values() if isinstance(environment, Counting) else ():
+        actions = num_turns(rollout) - (rollout.finish_reason is FinishReason.LENGTH)
+        assert rollout.rewards[ENVIRONMENT] == actions * (actions + 1) / 2, "the world took all actions, also those before"
