@@ -87,6 +87,24 @@ def test_what_is_written_loads_in_peft(tiny_model: str, tmp_path: Path, settings
     assert torch.equal(logits(again, IDS), logits(model, IDS))
 
 
+@pytest.mark.parametrize("first", [True, "gaussian", "orthogonal", "mica", "pissa", "olora"])
+def test_an_adapter_is_refused_if_peft_changed_the_model_too(tiny_model: str, tmp_path: Path, first: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=first, task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config).eval()
+    with torch.no_grad():
+        for name, tensor in theirs.named_parameters():
+            if "lora_" in name:
+                tensor.add_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    theirs.save_pretrained(str(tmp_path))
+    if first in ("pissa", "olora"):
+        with pytest.raises(AdapterError, match=f"init_lora_weights = '{first}' is not supported"):
+            load_model(str(tmp_path))
+    else:
+        assert torch.allclose(logits(load_model(str(tmp_path)), IDS), logits(theirs.get_base_model(), IDS), atol=1e-5)
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ["v_proj", "up_proj"]])
 def test_what_peft_writes_loads_here(tiny_model: str, tmp_path: Path, targets: Any) -> None:
     from peft import LoraConfig, get_peft_model
@@ -103,11 +121,48 @@ def test_what_peft_writes_loads_here(tiny_model: str, tmp_path: Path, targets: A
         load_model(str(tmp_path / "adapter"), lora=LoraSettings(rank=6, alpha=7.0, rslora=True))
 
 
+MOVES_THE_BASE = ("pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga")
+COMPUTES_ELSE = {
+    "alora_invocation_tokens": [1, 2],
+    "arrow_config": {"top_k": 2},
+    "ensure_weight_tying": True,
+    "exclude_modules": ["q_proj"],
+    "fan_in_fan_out": True,
+    "kasa_config": {"beta": 1e-4},
+    "layer_replication": [[0, 2], [1, 2]],
+    "lora_bias": True,
+    "megatron_config": {"hidden_size": 8},
+    "monteclora_config": {"num_samples": 8},
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "trainable_token_indices": [0],
+    "use_bdlora": {"nblocks": 2},
+    "use_qalora": True,
+    "velora_config": {"num_groups": 64},
+}
+
+
+def test_every_setting_of_pefts_is_known() -> None:
+    from dataclasses import fields
+
+    from peft import LoraConfig
+
+    from headrace.lora import peft_folder
+
+    known = peft_folder._READ | peft_folder._HARMLESS | peft_folder._SUPPORTED.keys() | COMPUTES_ELSE.keys()
+    assert {field.name for field in fields(LoraConfig)} - known == {"use_dora", "layers_to_transform"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"use_dora": True}, "use_dora = True is not supported; merge"),
         ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"bias": "lora_only"}, "bias = 'lora_only' is not supported"),
+        ({"revision": "v1"}, "revision = 'v1' is not supported"),
+        *(({"init_lora_weights": name}, f"init_lora_weights = '{name}' is not supported") for name in MOVES_THE_BASE),
+        *(({key: value}, f"{key} = .* is not supported; merge") for key, value in COMPUTES_ELSE.items()),
+        ({"setting_of_tomorrow": 3}, "setting_of_tomorrow = 3 is not supported"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'; only LORA"),
         ({"target_modules": ".*proj"}, "is a pattern"),
         ({"r": None}, "not a LoRA configuration"),
