@@ -230,12 +230,16 @@ class EngineClient(Client):
     has_called: bool = False
     generated: dict[str, Rollout] = field(default_factory=dict)
     """Rollouts by id as the engine last returned them."""
+    leased: set[str] | None = None
+    """Ids of the rollouts it has called the engine with, which keep their adapter until `release`; None if they keep none."""
 
     async def generate(
         self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = (), on_tokens: OnTokens | None = None
     ) -> Rollout:
         if self.is_over:
             await asyncio.Event().wait()  # not an exception, which it might catch, and call again without end
+        if self.leased is not None:
+            self.leased.add(rollout.id)
         sampling = self.sampling
         if max_tokens or stop:
             most = min(max_tokens or sampling.max_tokens, sampling.max_tokens)
@@ -257,6 +261,12 @@ class EngineClient(Client):
             return generated
         finally:
             self.limit.release()
+
+    def release(self) -> None:
+        """The episode has ended: its rollouts will not be continued."""
+        turns = (id for id, rollout in self.generated.items() if len(rollout.calls) > 1)
+        if ended := list(turns if self.leased is None else self.leased):
+            self.engine.release(ended)
 
     async def _wait_for_a_place(self, limit: CallLimit, *, is_first: bool) -> None:
         """The clock of the episode stands still while its first call waits, also if its environment gives the wait up."""

@@ -49,7 +49,10 @@ async def run_episode(
     """Run one episode. An exception in the environment fails the episode, not the run; so does a `timeout`, in seconds, and a
     result that is not an episode of this client's."""
     if type(environment) is SingleTurn and not timeout:  # it ends when it is cancelled, and needs no task of its own
-        return await _run(environment, task, client)
+        try:
+            return await _run(environment, task, client)
+        finally:
+            client.release()
     name = str(getattr(environment, "name", type(environment).__qualname__))
     async with getattr(environment, "places", None) or contextlib.nullcontext():
         running = _run(environment, task, client)
@@ -60,8 +63,7 @@ async def run_episode(
             return _failed(task, client, InfraAbort(f"the episode took longer than episode.timeout = {timeout:g} s"))
         finally:
             client.is_over = True
-            if ended := [id for id, rollout in client.generated.items() if len(rollout.calls) > 1]:
-                client.engine.release(ended)
+            client.release()
     if not hasattr(environment, "places"):  # not made by `make_environment`
         return episode
     problem = _problem(episode, client)

@@ -24,7 +24,7 @@ from headrace.lora import Adapter, AdapterError, LoraSettings, adapter_of, add_a
 from headrace.model import Head, ModelError, WeightError, load_model, load_tokenizer, prepare, score
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
-from headrace.records import Batch, Rollout, Sampling
+from headrace.records import Batch, Rollout, Sampling, Source
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 from headrace.trainer import DeviceTrainer, TrainSettings
@@ -325,7 +325,9 @@ def test_a_run_with_kl_loads_the_model_once(tiny_model: str, monkeypatch: pytest
 class Served:
     """An engine and the trainer that publishes to it."""
 
-    def __init__(self, model_path: str, *, exact: bool = False, slots: int = 16, num_blocks: int = 0) -> None:
+    def __init__(
+        self, model_path: str, *, exact: bool = False, slots: int = 16, num_blocks: int = 0, keeps_leases: bool = False
+    ) -> None:
         self.trainer = make_trainer(model_path, exact=exact)
         self.core = EngineCore(
             load_model(model_path, exact=exact, lora=LORA),
@@ -334,6 +336,7 @@ class Served:
             context=64,
             exact=exact,
             num_blocks=num_blocks,
+            keeps_leases=keeps_leases,
         )
         self.sync = WeightSync(Lineage("life"), MemoryTransport(), adapter=LORA.to_plain())
         self.engine = NativeEngine(self.core, sync=self.sync, timeline=Timeline("engine"))
@@ -385,6 +388,111 @@ async def test_rollouts_keep_the_version_they_began_with(tiny_model: str, exact:
             assert versions == {1 + place // 4}
         assert len(versions) == 1
         assert_agrees(rollout, served.judge(rollout, versions.pop()), exact=exact)
+
+
+class Turns(Served):
+    """Rollouts of several turns, whose adapters are leased."""
+
+    def __init__(self, model_path: str, **options: Any) -> None:
+        super().__init__(model_path, keeps_leases=True, **options)
+        self.prompt_rows, step = 0, self.core.step
+
+        def counted() -> Any:
+            plan = step()
+            self.prompt_rows += plan.prompt_rows
+            return plan
+
+        self.core.step = counted  # type: ignore[method-assign]
+        self.serving = asyncio.ensure_future(self.engine.serve())
+
+    async def turn(self, rollout: Rollout, tokens: int = 5) -> Rollout:
+        """A tool's reply, if it has been generated before, and so many more tokens."""
+        if rollout.calls:
+            rollout = rollout.append(np.array([40, 41, 42], dtype=np.int32), source=Source.TOOL)
+        return await self.engine.generate(rollout, Sampling(max_tokens=tokens, seed=len(rollout)))
+
+    @property
+    def kept(self) -> set[int]:
+        """The older versions that lie in memory."""
+        gc.collect()
+        return {each.version for each in gc.get_objects() if isinstance(each, HeldAdapter)}
+
+
+def versions_of(rollout: Rollout) -> set[int]:
+    return set(rollout.versions[rollout.is_sampled].tolist())
+
+
+async def test_a_rollout_keeps_its_version_in_its_later_turns_and_its_kv_cache(tiny_model: str) -> None:
+    served = Turns(tiny_model)
+    await served.publish(1, Interrupt.LEASE)
+    first, other = await served.turn(prompt(1)), await served.turn(prompt(2))
+    for version in (2, 3, 4):
+        await served.publish(version, Interrupt.LEASE)
+        rows = served.prompt_rows
+        first = await served.turn(first)
+        assert served.prompt_rows - rows == 1 + 3, "the last token and the tool's; the rest is cached"
+    newer = await served.turn(prompt(3))
+    assert (versions_of(first), versions_of(newer)) == ({1}, {4}) and first.num_sampled == 20
+    assert_agrees(first, served.judge(first, 1), exact=False)
+    assert served.kept == {1}
+    served.engine.release([first.id])
+    assert served.kept == {1}, "the other's"
+    served.engine.release([other.id])
+    assert not served.kept
+    assert versions_of(await served.turn(other)) == {1, 4}, "one that comes back after all has the newest"
+    served.serving.cancel()
+
+
+async def test_a_turn_that_waits_for_a_slot_when_an_update_comes_keeps_its_version(tiny_model: str) -> None:
+    served = Turns(tiny_model, slots=1)
+    await served.publish(1, Interrupt.LEASE)
+    first = await served.turn(prompt(1))
+    await served.publish(2, Interrupt.LEASE)
+    second = await served.turn(prompt(2))
+    calls = [asyncio.ensure_future(served.turn(*each)) for each in ((prompt(3), 20), (first,), (second,), (prompt(4),))]
+    await until_sampled(served, 4)
+    assert served.core.num_waiting == 3
+    await served.publish(3, Interrupt.LEASE)
+    assert [versions_of(each) for each in await asyncio.gather(*calls)] == [{2}, {1}, {2}, {3}]
+    served.serving.cancel()
+
+
+async def test_a_fork_does_not_use_what_an_older_version_computed(tiny_model: str) -> None:
+    served = Turns(tiny_model)
+    await served.publish(1, Interrupt.LEASE)
+    first = await served.turn(prompt(1), 20)
+    await served.publish(2, Interrupt.LEASE)
+    fork = await served.turn(first.forked(len(first) - 2, id="fork"))
+    newer = fork.versions == 2
+    assert newer.sum() == 5
+    np.testing.assert_allclose(fork.logprobs[newer], served.judge(fork, 2)[newer], atol=1e-5)
+    served.serving.cancel()
+
+
+@pytest.mark.parametrize("interrupt", [Interrupt.KEEP, Interrupt.RETRACT, Interrupt.ABORT, Interrupt.DRAIN])
+async def test_any_other_interrupt_ends_the_leases_between_two_turns(tiny_model: str, interrupt: Interrupt) -> None:
+    served = Turns(tiny_model)
+    await served.publish(1, Interrupt.LEASE)
+    first = await served.turn(prompt(1))
+    await served.publish(2, Interrupt.LEASE)
+    await served.publish(3, interrupt)
+    assert not served.kept and versions_of(await served.turn(first)) == {1, 3}
+    served.serving.cancel()
+
+
+async def test_rollouts_that_nobody_releases_hold_a_version_until_many_others_ended(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.engine.native.scheduler.MOST_LEASES", 2)
+    served = Turns(tiny_model)
+    await served.publish(1, Interrupt.LEASE)
+    await served.turn(prompt(1))
+    await served.publish(2, Interrupt.LEASE)
+    await served.turn(prompt(2))
+    assert served.kept == {1}
+    await served.turn(prompt(3))
+    assert not served.kept and list(served.core.scheduler.leases) == ["2", "3"]
+    served.serving.cancel()
 
 
 def test_rows_with_another_version_keep_their_dtype() -> None:
