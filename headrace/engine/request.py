@@ -63,6 +63,8 @@ class HeldAdapter(NamedTuple):
     tensors: Mapping[str, Tensor]
     memory: Tensor | None = None
     """All of them as bytes, if they lie as the engine's own do."""
+    lineage: str | None = None
+    """Of the run that made it, if it is served under its own name; "" if that is unknown."""
 
 
 @dataclass(eq=False, slots=True)

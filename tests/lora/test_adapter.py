@@ -114,9 +114,13 @@ def test_what_peft_writes_loads_here(tiny_model: str, tmp_path: Path, targets: A
     )
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config).eval()
     theirs.save_pretrained(str(tmp_path / "adapter"))
-    ours = load_model(str(tmp_path / "adapter"), lora=LoraSettings(rank=5, alpha=7.0, rslora=True))
+    given: dict[str, Any] = {"rank": 5, "alpha": 7.0, "rslora": True}
+    own, other = (("all",), ("v_proj",)) if targets == "all-linear" else (("up_proj", "v_proj"), ("all",))
+    ours = load_model(str(tmp_path / "adapter"), lora=LoraSettings(**given, targets=own))
     with torch.no_grad():
         assert torch.allclose(logits(ours, IDS), theirs(IDS).logits[0], atol=1e-5)
+    with pytest.raises(ModelError, match=r"lora\.targets = .* differ in 1\d layers.*the adapter's: .*'up_proj', 'v_proj'\]"):
+        load_model(str(tmp_path / "adapter"), lora=LoraSettings(**given, targets=other))
     with pytest.raises(ModelError, match=r"'rank': 5.*and \[lora\] \{'rank': 6"):
         load_model(str(tmp_path / "adapter"), lora=LoraSettings(rank=6, alpha=7.0, rslora=True))
 

@@ -145,7 +145,7 @@ class Scheduler:
             runner.add_block(slot, index, block)
         active = active[self._is_decoding[active]]
         if slots.held:  # rows of one adapter side by side are computed together
-            active = active[np.argsort(-slots.held_version[active], kind="stable")]  # the newest, which padding has, last
+            active = active[np.lexsort((slots.held_id[active], -slots.held_version[active]))]  # the newest, as of padding, last
         return active
 
     def _free_a_block(self, request: Request) -> bool:

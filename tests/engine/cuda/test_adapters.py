@@ -154,8 +154,8 @@ def test_experts_and_modules_trained_whole_run_beside_the_rows() -> None:
 
 
 def leased(*, kernels: bool) -> dict[str, Rollout]:
-    """A rollout that runs when an update comes and keeps its version, one that begins later, and two turns of one that is between
-    them when it comes."""
+    """A rollout that runs when an update comes and keeps its version, one that begins later, and two turns of one that is
+    between them when it comes."""
     core, done = make_core(kernels=kernels, keeps_leases=True), dict[str, Rollout]()
     assert core.adapter is not None
     spare = StagedWeights(core.adapter, arena=core.received, in_place=kernels)
