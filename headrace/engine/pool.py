@@ -5,7 +5,8 @@ requests stay in its table with the tokens known so far: for streams, cancelling
 an engine is lost, its calls continue on the others from their known tokens.
 
 A rollout's next turn, and a fork, go back to the engine that generated it last, which may still have its KV cache. They go to
-another if that one is lost, has yet to catch up, or has no room while another has a free slot.
+another if that one is lost, has yet to catch up, or has no room while another has a free slot; but with leases they wait for
+room.
 """
 
 from __future__ import annotations
@@ -244,8 +245,8 @@ class EnginePool:
 
     def _relieve_others(self, engine: RemoteEngine) -> None:
         """Fill its free slots with calls that wait for an engine without room. Their KV cache is computed again, which takes
-        less time than the calls before them."""
-        for other in list(self._awaited):
+        less time than the calls before them. With leases they wait: the adapter they keep is at their engine."""
+        for other in [] if self.delivery.leases else list(self._awaited):
             if other.bound and not other.takes_work and engine.takes_work and engine.num_free_slots > 0:
                 self._send(engine, _take(other.bound, most=engine.num_free_slots))
 

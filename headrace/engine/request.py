@@ -28,6 +28,8 @@ LEAST_GROWTH = 1 / 8
 """An engine process reports a call again once it has grown by this share of what was reported, so that a long call needs few
 reports; every `TELL_ALL`th time it reports all of them."""
 TELL_ALL = 10
+MOST_LEASES = 1 << 16
+"""Of rollouts that an engine remembers: a bound on those that nobody releases."""
 
 
 class SampledTokens(NamedTuple):
@@ -54,13 +56,15 @@ def unpack_tokens(rows: Array) -> tuple[Array, Array, Array]:
 
 
 class HeldAdapter(NamedTuple):
-    """An older version of the adapter, whose memory is free when the last request that holds it ends; or one that is served
+    """An older version of the adapter, whose memory is free when the last rollout that holds it ends; or one that is served
     under its own name."""
 
     version: int
     tensors: Mapping[str, Tensor]
     memory: Tensor | None = None
     """All of them as bytes, if they lie as the engine's own do."""
+    lineage: str | None = None
+    """Of the run that made it, if it is served under its own name; "" if that is unknown."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +88,7 @@ class Request:
     lineage: str | None = None
     """The lineage that sampled its first token. In an engine: None as long as that is the one it runs."""
     held: HeldAdapter | None = None
-    """The adapter that it keeps to its end, by `Interrupt.LEASE` or by its name; None as long as it runs the engine's own."""
+    """The adapter that it keeps, by `Interrupt.LEASE` or by its name; None as long as it runs the engine's own."""
     started: float = 0.0
     slot: int = -1
     blocks: list[int] = field(default_factory=list)

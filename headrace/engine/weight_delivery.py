@@ -68,6 +68,11 @@ class WeightDelivery:
             catching_up.cancel()
         self.catching_up.clear()
 
+    @property
+    def leases(self) -> bool:
+        """Whether rollouts keep the adapter they began with, which is at their engine."""
+        return self._interrupt is Interrupt.LEASE
+
     def is_current(self, engine: RemoteEngine) -> bool:
         return self.wanted is None or holds(engine, self.wanted)
 

@@ -232,23 +232,30 @@ class EngineClient(Client):
     has_called: bool = False
     generated: dict[str, Rollout] = field(default_factory=dict)
     """Rollouts by id as the engine last returned them."""
+    leased: set[str] | None = None
+    """Ids of the rollouts it has called the engine with, which keep their adapter until `release`; None if they keep none."""
 
     def begin_again(self) -> None:
         """Its environment runs the task from the start, and no attempt is counted."""
         self.clock.start()
         self.release()
         self.generated.clear()
+        if self.leased is not None:
+            self.leased.clear()
 
     def release(self) -> None:
-        """What the engines keep for next turns of the episode may go."""
-        if several := [id for id, rollout in self.generated.items() if len(rollout.calls) > 1]:
-            self.engine.release(several)
+        """The episode has ended: its rollouts will not be continued, and what the engines keep for them may go."""
+        turns = (id for id, rollout in self.generated.items() if len(rollout.calls) > 1)
+        if ended := list(turns if self.leased is None else self.leased):
+            self.engine.release(ended)
 
     async def generate(
         self, rollout: Rollout, *, max_tokens: int = 0, stop: tuple[str, ...] = (), on_tokens: OnTokens | None = None
     ) -> Rollout:
         if self.is_over:
             await asyncio.Event().wait()  # not an exception, which it might catch, and call again without end
+        if self.leased is not None:
+            self.leased.add(rollout.id)
         sampling = self.sampling
         if max_tokens or stop:
             most = min(max_tokens or sampling.max_tokens, sampling.max_tokens)

@@ -162,8 +162,13 @@ class PushServer(LoopServer):
             sampling=client.sampling,
             seed=client.seed,
             limit=client.limit,
+            leased=None if client.leased is None else set(),
         )
-        longer = await own.generate(rollout, max_tokens=max_tokens, stop=stop)
+        try:
+            longer = await own.generate(rollout, max_tokens=max_tokens, stop=stop)
+        finally:
+            if own.leased is not None:
+                own.release()
         if len(longer) <= len(ids):
             message = f"the prompt has {len(ids)} tokens, which leaves no room in the context for an answer"
             raise ApiError(400, message, param="prompt_token_ids", code="context_length_exceeded")

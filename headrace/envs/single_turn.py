@@ -55,7 +55,10 @@ async def run_episode(
     of `deadline` without a generate call, unless the environment says that it `may_idle`, and a result that is not an episode
     of this client's."""
     if type(environment) is SingleTurn and not timeout:  # it ends when it is cancelled, and needs no task of its own
-        return await _run(environment, task, client)
+        try:
+            return await _run(environment, task, client)
+        finally:
+            client.release()
     name = str(getattr(environment, "name", type(environment).__qualname__))
     async with getattr(environment, "places", None) or contextlib.nullcontext():
         idle = 0.0 if getattr(environment, "may_idle", False) else deadline / _IDLE_SHARE

@@ -106,7 +106,8 @@ def _read_adapters(options: Namespace, model: PreTrainedModel, settings: LoraSet
             tensors = {key: tensor.to(some.device, some.dtype) for key, tensor in own.read(Path(folder)).items()}
         except AdapterError as error:
             raise ConfigError(f"--adapter {name}: {error}") from error
-        found[name] = HeldAdapter(_identity(Path(folder))[0], tensors)
+        version, lineage = _identity(Path(folder))
+        found[name] = HeldAdapter(version, tensors, lineage=lineage)
     return found
 
 

@@ -18,16 +18,17 @@ KEPT_BASE = "base"
 """In a run's folder, beside `checkpoints`: the model that its adapters belong to, if that was made for the run."""
 _PREFIX = "base_model.model."
 _ALL_LINEAR = "all-linear"
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
+_READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora"}
+_READ |= {"target_modules", "target_parameters", "modules_to_save"}
+_HARMLESS = {"task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "lora_dropout"}
+_HARMLESS |= {"layers_pattern", "megatron_core", "qalora_group_size"}  # of others, which are refused
+_HARMLESS |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # of `init_lora_weights`
+_SUPPORTED: dict[str, tuple[str | bool, ...]] = {
     "bias": ("none",),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []),
-    "fan_in_fan_out": (False, None),
-    "exclude_modules": (None, []),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),  # others subtract the first product from the model
+    "revision": ("main",),
 }
-"""Settings of PEFT's that change what an adapter computes, with the values that do not."""
+"""The values of other settings that change nothing, beside those that mean off: None, False and empty ones."""
 
 
 class AdapterError(ValueError):
@@ -73,8 +74,8 @@ def read_settings(folder: Path | str) -> LoraSettings:
     given = _read_json(file)
     if given.get("peft_type") != "LORA":
         raise AdapterError(f"{file}: peft_type = {given.get('peft_type')!r}; only LORA is supported")
-    for key, harmless in _UNSUPPORTED.items():
-        if given.get(key, harmless[0]) not in harmless:
+    for key in sorted(given.keys() - _READ - _HARMLESS):
+        if given[key] and given[key] not in _SUPPORTED.get(key, ()):
             raise AdapterError(f"{file}: {key} = {given[key]!r} is not supported; merge this adapter into its model with peft")
     targets = given.get("target_modules")
     if isinstance(targets, str) and targets != _ALL_LINEAR:

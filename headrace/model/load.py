@@ -184,6 +184,12 @@ def load_model(
             raise ModelError(
                 f"model.path = {folder!r}: its adapter has {found.to_plain()}, and [lora] {lora.to_plain()}; set these"
             )
+        own = find_targets(model, found).keys()
+        if lora is not None and lora.is_on and (odd := sorted(find_targets(model, lora).keys() ^ own)):
+            raise ModelError(
+                f"model.path = {folder!r}: its adapter and lora.targets = {list(lora.targets)} differ in {len(odd)} layers, "
+                f"such as {odd[0]}; set lora.targets to the adapter's: {sorted({name.rpartition('.')[2] for name in own})}"
+            )
         add_adapter(model, found, tensors=read_tensors(folder))
     elif lora is not None and lora.is_on:
         add_adapter(model, lora, seed=seed)

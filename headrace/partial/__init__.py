@@ -7,8 +7,8 @@
 - `DRAIN`: rollouts in flight finish first, so none spans two versions; the engine runs empty meanwhile.
 - `ABORT`: rollouts in flight end at once with `finish_reason=ABORT` and are resumed from their prefix, computed again under the
   new weights.
-- `LEASE`: rollouts in flight finish with the version of the adapter they began with; the engine holds it until the last of
-  them ends, and computes several versions in one batch. Only adapters are small enough for that.
+- `LEASE`: rollouts in flight, those between two turns too, finish with the version of the adapter they began with; the engine
+  holds it until the last of them ends, and computes several versions in one batch. Only adapters are small enough for that.
 
 Two settings are about groups that are unfinished when a batch is taken (`unfinished`): `cancel` gives up those too old to be
 trained, and `oversample` starts more than a batch needs and lets the unfinished continue into the next. Checkpoints include

@@ -37,7 +37,8 @@ class PartialSettings:
     interrupt: Literal["keep", "retract", "drain", "abort", "lease"] = "keep"
     """`keep`: swap the weights between two decode steps and continue. `retract`: swap, drop the KV cache, compute each prefix
     again and continue. `drain`: finish them first. `abort`: stop them, swap, and resume each from its prefix. `lease`, with
-    [lora]: each finishes with the version of the adapter it began with, while new ones begin with the newest."""
+    [lora]: each finishes with the version of the adapter it began with, also in later turns, while new ones begin with the
+    newest."""
     cancel: Literal["never", "over_age"] = "never"
     """`over_age`: give up groups in flight that hold a token too old for every batch to come, and submit others instead.
     `never`: let them finish; staleness.reject drops them then."""
@@ -56,7 +57,7 @@ class PartialSettings:
 
     @property
     def leases(self) -> bool:
-        """Whether rollouts in flight keep the adapter they began with."""
+        """Whether rollouts keep the adapter they began with, until their episode ends."""
         return self.pausing is Interrupt.LEASE
 
     @property

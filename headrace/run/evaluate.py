@@ -79,7 +79,7 @@ class Evaluator:
         self._answer = import_name(answer, setting="evaluate.answer") if answer else str.strip
         if limit is None and self._timeout:  # waiting for a slot must not count as an episode's time
             limit = CallLimit(recipe.engine.slots * roles.num_engines(recipe))
-        self._limit = limit
+        self._limit, self._leases = limit, recipe.partial.leases
         self._sampling = Sampling(
             max_tokens=recipe.sampling.max_tokens,
             min_tokens=recipe.sampling.min_tokens,
@@ -145,7 +145,8 @@ class Evaluator:
         def client(id: str) -> EngineClient:
             names: dict[str, Any] = {"episode": id, "group": id, "index": 0}
             how: dict[str, Any] = {"sampling": sampling, "seed": self._seed, "limit": self._limit}
-            return EngineClient(engine=roles.engine, encoder=roles.encoder, **names, **how)
+            leased = set[str]() if self._leases else None
+            return EngineClient(engine=roles.engine, encoder=roles.encoder, **names, **how, leased=leased)
 
         async def run(id: str, task: Task) -> Episode:
             """Again if its environment failed, as in training."""

@@ -242,6 +242,7 @@ class Run:
             keeps_turns=can_resume(self.roles.environment),
             limit=self.generate_calls,
             on_stuck=self._on_stuck,
+            leased=set() if self.recipe.partial.leases else None,
         )
 
     def _on_stuck(self, message: str) -> None:

@@ -646,6 +646,10 @@ async def test_a_turn_waits_for_its_engine_unless_another_has_a_free_slot(bench:
     calls = [go_on(f"many {index}", tokens=40) for index in range(4)]
     went = Counter(map(engine_of, await asyncio.gather(*calls)))
     assert went[other.name] >= 1 and bench.pool.turns["moved"] - before == went[other.name]
+    await until(lambda: home.remote.credit == other.remote.credit == 2)
+    bench.pool.delivery._interrupt = Interrupt.LEASE
+    calls = [go_on(f"leased {index}", tokens=40) for index in range(4)]
+    assert {engine_of(each) for each in await asyncio.gather(*calls)} == {home.name}, "which has the adapter they keep"
 
 
 async def test_turns_of_a_lost_engines_rollouts_go_to_another(bench: Pooled):

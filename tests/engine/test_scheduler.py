@@ -378,7 +378,7 @@ def test_a_rollout_that_will_not_continue_gives_way_before_older_ones(model) -> 
     core = make_core(model, slots=2, num_blocks=16 + 1)
     ended = [generate(core, prompt(20, id=str(index), seed=index), Sampling(max_tokens=8)) for index in range(3)]
     sibling = generate(core, prompt(20, id="sibling", seed=2), Sampling(max_tokens=8, seed=1))
-    core.scheduler.pool.release("2")
+    core.scheduler.forget("2")
     generate(core, prompt(20, id="more", seed=7), Sampling(max_tokens=8))
     for rollout in (ended[0], ended[1], sibling):
         ask(core, reply(rollout, 2), Sampling(max_tokens=2))

@@ -19,6 +19,7 @@ from headrace.launch.serving import _load
 from headrace.lora import LoraSettings, add_adapter
 from headrace.model import load_model
 from headrace.records import Rollout, Sampling
+from headrace.run import FORMAT, MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,6 +73,33 @@ def test_in_one_batch_each_gives_what_it_gives_alone(tiny_model: str, folders: d
             np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
     first = {name: round(float(rollout.logprobs[24]), 4) for name, rollout in together.items()}
     assert len(set(first.values())) == 3, "they do not differ"
+
+
+def test_rows_of_one_adapter_lie_side_by_side_and_have_its_version_and_lineage(
+    tiny_model: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A kernel takes three times as long for adapters that take turns; plain folders all have version 0."""
+    checkpoint = write_adapter(tmp_path / "three", str(tiny_model), seed=3)
+    (checkpoint / MANIFEST).write_text(json.dumps({"format": FORMAT, "version": 7, "lineage": "run"}))
+    core, _, adapters = _load(options(tiny_model, {**folders, "three": checkpoint}))
+    core.lineage, done = "base's", dict[str, Rollout]()
+    for index in range(8):
+        name = [*adapters, "base"][index % 4]
+        request = Request(
+            Rollout.from_prompt([7, 8, 9], id=f"{name} {index}"),
+            Sampling(max_tokens=4, seed=index),
+            on_done=lambda rollout: done.__setitem__(rollout.id, rollout),
+            held=adapters.get(name),
+        )
+        core.submit(request)
+    core.step()
+    names = [core.scheduler.running[slot].rollout.id.split()[0] for slot in core.step().decoding.tolist()]
+    assert names[:2] == ["three"] * 2 and names[-2:] == ["base"] * 2, "the newest version first, the engine's own last"
+    assert names[2:6] in (["one"] * 2 + ["two"] * 2, ["two"] * 2 + ["one"] * 2)
+    while core.has_work:
+        core.step()
+    found = {id.split()[0]: (rollout.lineage, int(rollout.versions[-1])) for id, rollout in done.items()}
+    assert found == {"one": ("", 0), "two": ("", 0), "three": ("run", 7), "base": ("base's", 0)}
 
 
 def test_requests_choose_by_name(tiny_model: str, folders: dict[str, Path]) -> None:

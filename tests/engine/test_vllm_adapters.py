@@ -23,7 +23,7 @@ from headrace.lora import LoraSettings, adapter_of, read_settings, read_tensors
 from headrace.model import Head, WeightError, load_model, score
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
-from headrace.records import FinishReason, Rollout, Sampling
+from headrace.records import FinishReason, Rollout, Sampling, Source as TokenSource
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 
@@ -68,11 +68,11 @@ def over(tiny_model, tmp_path):
     """Opens an engine over a fake server that holds version 0 of an adapter: (engine, source)."""
 
     @contextlib.asynccontextmanager
-    async def opening(fake):
+    async def opening(fake, **options):
         source, model = Source(tiny_model), load_model(tiny_model, lora=LORA)
         adapter = adapter_of(model)
         handover = AdapterHandover(tmp_path / "adapters", adapter, base=tiny_model)
-        async with engine_over(fake, model, staged=adapter, sync=source.sync, handover=handover) as engine:
+        async with engine_over(fake, model, staged=adapter, sync=source.sync, handover=handover, **options) as engine:
             await source.publish(engine, 0)
             yield engine, source
 
@@ -126,6 +126,28 @@ async def test_an_adapter_stays_loaded_while_a_call_uses_it_and_goes_two_updates
         kept = {path.name for path in (tmp_path / "adapters").iterdir()}
         names = [body["lora_name"] for body in bodies(fake, LOAD)]
         assert kept == {*names[5:]} and {body["lora_name"] for body in bodies(fake, UNLOAD)} == {*names[:5]}
+
+
+async def test_an_adapter_stays_loaded_until_the_rollouts_that_began_with_it_are_released(over, tmp_path):
+    fake = Fake(version=NEW)
+    async with over(fake, keeps_leases=True) as (engine, source):
+        rollout = await engine.generate(PROMPT, Sampling(max_tokens=2))
+        for version in (1, 2, 3):
+            await source.publish(engine, version, interrupt=Interrupt.LEASE)
+            rollout = rollout.append(np.array([5], dtype=np.int32), source=TokenSource.TOOL)
+            rollout = await engine.generate(rollout, Sampling(max_tokens=2))
+        newer = await engine.generate(Rollout.from_prompt([3], id="newer"), Sampling(max_tokens=2))
+        first, *others = (body["lora_name"] for body in bodies(fake, LOAD))
+        assert set(rollout.versions[rollout.is_sampled].tolist()) == {0} and (newer.versions[1:] == 3).all()
+        calls = bodies(fake, "generate")
+        assert [body["model"] for body in calls] == [first] * 4 + [others[-1]]
+        assert [body["cache_salt"] for body in calls] == ["life:0"] * 4 + ["life:3"], "its prefix is found in the cache"
+        assert first not in {body["lora_name"] for body in bodies(fake, UNLOAD)}
+        engine.release([rollout.id])
+        for version in (4, 5):
+            await source.publish(engine, version, interrupt=Interrupt.LEASE)
+        assert first in {body["lora_name"] for body in bodies(fake, UNLOAD)}
+        assert not (tmp_path / "adapters" / first).exists() and list(engine._leases) == ["newer"]
 
 
 @pytest.mark.parametrize("interrupt", CONTINUING)

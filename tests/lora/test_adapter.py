@@ -24,7 +24,7 @@ from headrace.lora import Adapter, AdapterError, LoraSettings, adapter_of, add_a
 from headrace.model import Head, ModelError, WeightError, load_model, load_tokenizer, prepare, score
 from headrace.observe import Timeline
 from headrace.partial import Interrupt
-from headrace.records import Batch, Rollout, Sampling
+from headrace.records import Batch, Rollout, Sampling, Source
 from headrace.settings import ConfigError
 from headrace.sync import Lineage, MemoryTransport, WeightSync
 from headrace.trainer import DeviceTrainer, TrainSettings
@@ -87,6 +87,24 @@ def test_what_is_written_loads_in_peft(tiny_model: str, tmp_path: Path, settings
     assert torch.equal(logits(again, IDS), logits(model, IDS))
 
 
+@pytest.mark.parametrize("first", [True, "gaussian", "orthogonal", "mica", "pissa", "olora"])
+def test_an_adapter_is_refused_if_peft_changed_the_model_too(tiny_model: str, tmp_path: Path, first: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=first, task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config).eval()
+    with torch.no_grad():
+        for name, tensor in theirs.named_parameters():
+            if "lora_" in name:
+                tensor.add_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    theirs.save_pretrained(str(tmp_path))
+    if first in ("pissa", "olora"):
+        with pytest.raises(AdapterError, match=f"init_lora_weights = '{first}' is not supported"):
+            load_model(str(tmp_path))
+    else:
+        assert torch.allclose(logits(load_model(str(tmp_path)), IDS), logits(theirs.get_base_model(), IDS), atol=1e-5)
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ["v_proj", "up_proj"]])
 def test_what_peft_writes_loads_here(tiny_model: str, tmp_path: Path, targets: Any) -> None:
     from peft import LoraConfig, get_peft_model
@@ -96,11 +114,47 @@ def test_what_peft_writes_loads_here(tiny_model: str, tmp_path: Path, targets: A
     )
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config).eval()
     theirs.save_pretrained(str(tmp_path / "adapter"))
-    ours = load_model(str(tmp_path / "adapter"), lora=LoraSettings(rank=5, alpha=7.0, rslora=True))
+    given: dict[str, Any] = {"rank": 5, "alpha": 7.0, "rslora": True}
+    own, other = (("all",), ("v_proj",)) if targets == "all-linear" else (("up_proj", "v_proj"), ("all",))
+    ours = load_model(str(tmp_path / "adapter"), lora=LoraSettings(**given, targets=own))
     with torch.no_grad():
         assert torch.allclose(logits(ours, IDS), theirs(IDS).logits[0], atol=1e-5)
+    with pytest.raises(ModelError, match=r"lora\.targets = .* differ in 1\d layers.*the adapter's: .*'up_proj', 'v_proj'\]"):
+        load_model(str(tmp_path / "adapter"), lora=LoraSettings(**given, targets=other))
     with pytest.raises(ModelError, match=r"'rank': 5.*and \[lora\] \{'rank': 6"):
         load_model(str(tmp_path / "adapter"), lora=LoraSettings(rank=6, alpha=7.0, rslora=True))
+
+
+MOVES_THE_BASE = ("pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga")
+COMPUTES_ELSE = {
+    "alora_invocation_tokens": [1, 2],
+    "arrow_config": {"top_k": 2},
+    "ensure_weight_tying": True,
+    "exclude_modules": ["q_proj"],
+    "fan_in_fan_out": True,
+    "kasa_config": {"beta": 1e-4},
+    "layer_replication": [[0, 2], [1, 2]],
+    "lora_bias": True,
+    "megatron_config": {"hidden_size": 8},
+    "monteclora_config": {"num_samples": 8},
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "trainable_token_indices": [0],
+    "use_bdlora": {"nblocks": 2},
+    "use_qalora": True,
+    "velora_config": {"num_groups": 64},
+}
+
+
+def test_every_setting_of_pefts_is_known() -> None:
+    from dataclasses import fields
+
+    from peft import LoraConfig
+
+    from headrace.lora import peft_folder
+
+    known = peft_folder._READ | peft_folder._HARMLESS | peft_folder._SUPPORTED.keys() | COMPUTES_ELSE.keys()
+    assert {field.name for field in fields(LoraConfig)} - known == {"use_dora", "layers_to_transform"}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +162,11 @@ def test_what_peft_writes_loads_here(tiny_model: str, tmp_path: Path, targets: A
     [
         ({"use_dora": True}, "use_dora = True is not supported; merge"),
         ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"bias": "lora_only"}, "bias = 'lora_only' is not supported"),
+        ({"revision": "v1"}, "revision = 'v1' is not supported"),
+        *(({"init_lora_weights": name}, f"init_lora_weights = '{name}' is not supported") for name in MOVES_THE_BASE),
+        *(({key: value}, f"{key} = .* is not supported; merge") for key, value in COMPUTES_ELSE.items()),
+        ({"setting_of_tomorrow": 3}, "setting_of_tomorrow = 3 is not supported"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'; only LORA"),
         ({"target_modules": ".*proj"}, "is a pattern"),
         ({"r": None}, "not a LoRA configuration"),
@@ -270,7 +329,9 @@ def test_a_run_with_kl_loads_the_model_once(tiny_model: str, monkeypatch: pytest
 class Served:
     """An engine and the trainer that publishes to it."""
 
-    def __init__(self, model_path: str, *, exact: bool = False, slots: int = 16, num_blocks: int = 0) -> None:
+    def __init__(
+        self, model_path: str, *, exact: bool = False, slots: int = 16, num_blocks: int = 0, keeps_leases: bool = False
+    ) -> None:
         self.trainer = make_trainer(model_path, exact=exact)
         self.core = EngineCore(
             load_model(model_path, exact=exact, lora=LORA),
@@ -279,6 +340,7 @@ class Served:
             context=64,
             exact=exact,
             num_blocks=num_blocks,
+            keeps_leases=keeps_leases,
         )
         self.sync = WeightSync(Lineage("life"), MemoryTransport(), adapter=LORA.to_plain())
         self.engine = NativeEngine(self.core, sync=self.sync, timeline=Timeline("engine"))
@@ -330,6 +392,111 @@ async def test_rollouts_keep_the_version_they_began_with(tiny_model: str, exact:
             assert versions == {1 + place // 4}
         assert len(versions) == 1
         assert_agrees(rollout, served.judge(rollout, versions.pop()), exact=exact)
+
+
+class Turns(Served):
+    """Rollouts of several turns, whose adapters are leased."""
+
+    def __init__(self, model_path: str, **options: Any) -> None:
+        super().__init__(model_path, keeps_leases=True, **options)
+        self.prompt_rows, step = 0, self.core.step
+
+        def counted() -> Any:
+            plan = step()
+            self.prompt_rows += plan.prompt_rows
+            return plan
+
+        self.core.step = counted  # type: ignore[method-assign]
+        self.serving = asyncio.ensure_future(self.engine.serve())
+
+    async def turn(self, rollout: Rollout, tokens: int = 5) -> Rollout:
+        """A tool's reply, if it has been generated before, and so many more tokens."""
+        if rollout.calls:
+            rollout = rollout.append(np.array([40, 41, 42], dtype=np.int32), source=Source.TOOL)
+        return await self.engine.generate(rollout, Sampling(max_tokens=tokens, seed=len(rollout)))
+
+    @property
+    def kept(self) -> set[int]:
+        """The older versions that lie in memory."""
+        gc.collect()
+        return {each.version for each in gc.get_objects() if isinstance(each, HeldAdapter)}
+
+
+def versions_of(rollout: Rollout) -> set[int]:
+    return set(rollout.versions[rollout.is_sampled].tolist())
+
+
+async def test_a_rollout_keeps_its_version_in_its_later_turns_and_its_kv_cache(tiny_model: str) -> None:
+    served = Turns(tiny_model)
+    await served.publish(1, Interrupt.LEASE)
+    first, other = await served.turn(prompt(1)), await served.turn(prompt(2))
+    for version in (2, 3, 4):
+        await served.publish(version, Interrupt.LEASE)
+        rows = served.prompt_rows
+        first = await served.turn(first)
+        assert served.prompt_rows - rows == 1 + 3, "the last token and the tool's; the rest is cached"
+    newer = await served.turn(prompt(3))
+    assert (versions_of(first), versions_of(newer)) == ({1}, {4}) and first.num_sampled == 20
+    assert_agrees(first, served.judge(first, 1), exact=False)
+    assert served.kept == {1}
+    served.engine.release([first.id])
+    assert served.kept == {1}, "the other's"
+    served.engine.release([other.id])
+    assert not served.kept
+    assert versions_of(await served.turn(other)) == {1, 4}, "one that comes back after all has the newest"
+    served.serving.cancel()
+
+
+async def test_a_turn_that_waits_for_a_slot_when_an_update_comes_keeps_its_version(tiny_model: str) -> None:
+    served = Turns(tiny_model, slots=1)
+    await served.publish(1, Interrupt.LEASE)
+    first = await served.turn(prompt(1))
+    await served.publish(2, Interrupt.LEASE)
+    second = await served.turn(prompt(2))
+    calls = [asyncio.ensure_future(served.turn(*each)) for each in ((prompt(3), 20), (first,), (second,), (prompt(4),))]
+    await until_sampled(served, 4)
+    assert served.core.num_waiting == 3
+    await served.publish(3, Interrupt.LEASE)
+    assert [versions_of(each) for each in await asyncio.gather(*calls)] == [{2}, {1}, {2}, {3}]
+    served.serving.cancel()
+
+
+async def test_a_fork_does_not_use_what_an_older_version_computed(tiny_model: str) -> None:
+    served = Turns(tiny_model)
+    await served.publish(1, Interrupt.LEASE)
+    first = await served.turn(prompt(1), 20)
+    await served.publish(2, Interrupt.LEASE)
+    fork = await served.turn(first.forked(len(first) - 2, id="fork"))
+    newer = fork.versions == 2
+    assert newer.sum() == 5
+    np.testing.assert_allclose(fork.logprobs[newer], served.judge(fork, 2)[newer], atol=1e-5)
+    served.serving.cancel()
+
+
+@pytest.mark.parametrize("interrupt", [Interrupt.KEEP, Interrupt.RETRACT, Interrupt.ABORT, Interrupt.DRAIN])
+async def test_any_other_interrupt_ends_the_leases_between_two_turns(tiny_model: str, interrupt: Interrupt) -> None:
+    served = Turns(tiny_model)
+    await served.publish(1, Interrupt.LEASE)
+    first = await served.turn(prompt(1))
+    await served.publish(2, Interrupt.LEASE)
+    await served.publish(3, interrupt)
+    assert not served.kept and versions_of(await served.turn(first)) == {1, 3}
+    served.serving.cancel()
+
+
+async def test_rollouts_that_nobody_releases_hold_a_version_until_many_others_ended(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.engine.native.scheduler.MOST_LEASES", 2)
+    served = Turns(tiny_model)
+    await served.publish(1, Interrupt.LEASE)
+    await served.turn(prompt(1))
+    await served.publish(2, Interrupt.LEASE)
+    await served.turn(prompt(2))
+    assert served.kept == {1}
+    await served.turn(prompt(3))
+    assert not served.kept and list(served.core.scheduler.leases) == ["2", "3"]
+    served.serving.cancel()
 
 
 def test_rows_with_another_version_keep_their_dtype() -> None:

@@ -40,16 +40,22 @@ def test_a_run_trains_the_adapter_alone(tmp_path: Path) -> None:
     assert again.config.hidden_size == 32
 
 
-def test_an_inline_run_leases_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swap, seen = NativeEngine._swap, []
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+def test_an_inline_run_leases_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
+    """And releases every rollout: those trained, those evaluated, those cut off at the end."""
+    swap, seen, engines = NativeEngine._swap, [], set[NativeEngine]()
 
     def swapped(self: NativeEngine, update: WeightUpdate, interrupt: Interrupt) -> None:
         seen.append(interrupt)
+        engines.add(self)
         swap(self, update, interrupt)
 
     monkeypatch.setattr(NativeEngine, "_swap", swapped)
-    small_run(tmp_path / "run", lora=LORA, steps=2, held_out=None, staleness={"max_lag": 1}, partial={"interrupt": "lease"})
+    how = {"staleness": {"max_lag": 1}, "partial": {"interrupt": "lease"}, "episode": {"timeout": timeout}}
+    small_run(tmp_path / "run", lora=LORA, steps=2, **how)
     assert seen[1:] == [Interrupt.LEASE] * 2
+    (engine,) = engines
+    assert engine.core.scheduler._keeps_leases and not engine.core.scheduler.leases
 
 
 @pytest.mark.parametrize(

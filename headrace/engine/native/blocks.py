@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Container, Hashable, Iterable
 
+    from headrace.engine.request import HeldAdapter
     from headrace.records import Array
 
 SCRATCH = 0  # rows without a rollout write to this block; it is never handed out
@@ -140,10 +141,15 @@ class BlockPool:
             del self._idle[block]
             self._free.append(block)
 
-    def forget_kept(self) -> None:
-        """Keep no rollout; blocks in the prefix cache stay there."""
-        for rollout_id in list(self._kept):
+    def forget_kept(self, *, but: Container[str] = ()) -> None:
+        """Keep no rollout but these; blocks in the prefix cache stay there."""
+        for rollout_id in [each for each in self._kept if each not in but]:
             self._drop(rollout_id)
+
+    def hold(self, held: HeldAdapter) -> None:
+        """What the newest adapter has computed is from now on this one's."""
+        newest = {name: computed for name, computed in self._kept.items() if computed.held is None}
+        self._kept.update((name, replace(computed, held=held)) for name, computed in newest.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,8 @@ class Computed:
     num_tokens: int
     chain: Hashable = None
     """Number of the last full block in the prefix cache; None if its blocks mix versions."""
+    held: HeldAdapter | None = None
+    """The older adapter that computed them, if that is leased."""
 
 
 _NOTHING = Computed(np.zeros(0, dtype=np.int32), [], 0)

@@ -71,13 +71,15 @@ class EngineCore:
         record_routing: bool = False,
         record_entropy: bool = False,
         adapter_places: int = ADAPTER_PLACES,
+        keeps_leases: bool = False,
     ) -> None:
         """`num_blocks`: of the KV cache; 0 takes `most_blocks`, or if that is 0 too as many as the slots can use, within a
         share of the free memory. `max_tokens`: the most one call samples, used with `most_blocks`. `kernels`: paged attention
         and sampling in Triton; None means on a GPU, except in exact mode. `graphs`: capture steps as CUDA graphs.
         `record_routing`: keep which experts each token was sent to, if the model's routers can be read.
         `record_entropy`: keep the entropy of each token's distribution. `adapter_places`: versions of an adapter that fast
-        steps on a GPU hold; more make them slower."""
+        steps on a GPU hold; more make them slower. `keeps_leases`: an update by `Interrupt.LEASE` leaves rollouts between two
+        turns the adapter they began with, until they are released; without it, only running calls."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
@@ -121,6 +123,7 @@ class EngineCore:
             num_blocks=num_blocks,
             max_sampled=self.runner.max_sampled,
             max_prompt_tokens=self.runner.max_prompt_tokens,
+            keeps_leases=keeps_leases and self.adapter is not None,
         )
 
     def _room_for_adapter(self, places: int) -> dict[str, int]:
@@ -296,6 +299,8 @@ class EngineCore:
         self.scheduler.new_weights((lineage, version))
 
     def _lineage_of(self, request: Request) -> str:
+        if request.lineage is None and request.held is not None and request.held.lineage is not None:
+            return request.held.lineage
         return self.lineage if request.lineage is None else request.lineage
 
     def _names(self, request: Request) -> dict[str, Any]:

@@ -202,7 +202,7 @@ class NativeEngine:
     def release(self, rollout_ids: Sequence[str]) -> None:
         def act() -> None:
             for rollout_id in rollout_ids:
-                self.core.scheduler.pool.release(rollout_id)
+                self.core.scheduler.forget(rollout_id)
 
         self.post(act)
 
@@ -257,8 +257,13 @@ class NativeEngine:
             self.after_step()
         elif interrupt is Interrupt.RETRACT:
             self.core.retract_running()
-        if not interrupt.keeps_kv:
+        leases = self.core.scheduler.leases
+        if interrupt is Interrupt.LEASE:
+            self.core.scheduler.pool.forget_kept(but=leases)
+            return
+        if leases or not interrupt.keeps_kv:
             self.core.forget_kept()
+        leases.clear()
 
     async def resume(self) -> None:
         await self.between_steps(self._resume)
@@ -321,7 +326,7 @@ class NativeEngine:
 
     def _swap(self, update: WeightUpdate, interrupt: Interrupt) -> None:
         core, held = self.core, None
-        replaced = core.exchange_weights(self._spare, keep=interrupt is Interrupt.LEASE and core.num_started > 0)
+        replaced = core.exchange_weights(self._spare, keep=interrupt is Interrupt.LEASE and core.scheduler.has_holders)
         if replaced is not None:
             held = HeldAdapter(core.version, replaced.views, replaced.memory)
         core.changed_weights(policy=update.policy, lineage=update.lineage, version=update.version, held=held)

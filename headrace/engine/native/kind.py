@@ -74,6 +74,7 @@ def build_core(
         record_routing=recipe.engine.record_routing,
         record_entropy=recipe.engine.record_entropy,
         adapter_places=adapter_places(recipe.partial),
+        keeps_leases=recipe.partial.leases,
     )
     if recipe.engine.record_routing:
         named = f"engine.record_routing = true: {model_path}"

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.engine.native.blocks import BlockPool, Computed
 from headrace.engine.native.step import Chunk, StepPlan
-from headrace.engine.request import SampledTokens
+from headrace.engine.request import MOST_LEASES, SampledTokens
 from headrace.records import FinishReason
 
 if TYPE_CHECKING:
@@ -37,7 +37,17 @@ _KEEP_SECONDS = 0.25  # slots are kept this long for aborted rollouts: many time
 class Scheduler:
     """Owns the slots and the blocks; computes and samples nothing."""
 
-    def __init__(self, slots: Slots, *, block_size: int, num_blocks: int, max_sampled: int, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_sampled: int,
+        max_prompt_tokens: int,
+        keeps_leases: bool = False,
+    ) -> None:
+        """`keeps_leases`: a rollout keeps the adapter it began with in its next turns too, until `forget`."""
         self.slots, self.block_size = slots, block_size
         num_slots = len(slots.length)
         self.pool = BlockPool(num_blocks)
@@ -59,6 +69,8 @@ class Scheduler:
         self._turns = itertools.count()
         self._is_decoding = np.zeros(num_slots, dtype=bool)
         self._num_kept, self._kept_until = 0, 0.0
+        self._keeps_leases = keeps_leases
+        self.leases: dict[str, HeldAdapter | None] = {}  # of rollouts that left their slot, by id; None: the newest adapter
 
     # Queues
 
@@ -95,6 +107,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._resumed) + len(self._new)
 
+    def forget(self, rollout_id: str) -> None:
+        """It will not continue."""
+        self.leases.pop(rollout_id, None)
+        self.pool.release(rollout_id)
+
     # One step
 
     def plan(self, runner: Runner) -> StepPlan:
@@ -128,7 +145,7 @@ class Scheduler:
             runner.add_block(slot, index, block)
         active = active[self._is_decoding[active]]
         if slots.held:  # rows of one adapter side by side are computed together
-            active = active[np.argsort(-slots.held_version[active], kind="stable")]  # the newest, which padding has, last
+            active = active[np.lexsort((slots.held_id[active], -slots.held_version[active]))]  # the newest, as of padding, last
         return active
 
     def _free_a_block(self, request: Request) -> bool:
@@ -160,6 +177,8 @@ class Scheduler:
             return False
         rollout, saved = request.rollout, request.saved
         token_ids = rollout.token_ids if saved is None else np.concatenate([rollout.token_ids, saved.token_ids])
+        if request.held is None and rollout.num_sampled:
+            request.held = self.leases.get(rollout.id)
         # What was kept of a rollout, or of a fork's parent, may be of older weights; shaped requests may run on another runner.
         own = rollout.id if _has_sampled(request) else ""
         key = rollout.parent, token_ids.tobytes(), request.shaping is not None, id(request.held), own
@@ -212,16 +231,17 @@ class Scheduler:
     def _cached_prefix(self, request: Request, token_ids: Array) -> tuple[list[int], int, int | None, Hashable]:
         """(blocks to share, tokens they and the block to copy cover, block to copy, number of the last in the cache)."""
         size, most = self.block_size, len(token_ids) - 1  # the last token is computed again: it predicts the next
-        if request.held is not None:  # what is cached is of newer weights
-            return [], 0, None, None
         kept = self.pool.kept(request.rollout.id) if _has_sampled(request) else None
-        if kept is not None and 0 < kept.num_tokens <= most and np.array_equal(kept.token_ids, token_ids[: kept.num_tokens]):
+        is_own = kept is not None and kept.held is request.held and 0 < kept.num_tokens <= most
+        if kept is not None and is_own and np.array_equal(kept.token_ids, token_ids[: kept.num_tokens]):
             full, rest = divmod(kept.num_tokens, size)
             return kept.blocks[:full], kept.num_tokens, kept.blocks[full] if rest else None, kept.chain
+        if request.held is not None:  # what else is cached is of newer weights
+            return [], 0, None, None
         if request.rollout.parent is not None:
             parent, at = request.rollout.parent
             computed = self._computed_tokens(parent)
-            covered = min(most, at, computed.num_tokens)
+            covered = min(most, at, computed.num_tokens) if computed.held is None else 0
             if covered > 0 and np.array_equal(computed.token_ids[:covered], token_ids[:covered]):
                 source = computed.blocks[covered // size] if covered % size else None
                 return computed.blocks[: covered // size], covered, source, None
@@ -303,10 +323,15 @@ class Scheduler:
             request.leader, request.computed = None, 0  # what it shares is not computed yet
         computed = self.computed(request)
         self._cache_blocks(request, computed)
-        if computed > 0 and request.held is None:
+        if computed > 0 and (request.held is None or self._keeps_leases):
             blocks = request.blocks[: math.ceil(computed / self.block_size)]
             token_ids = self.slots.tokens[slot, :computed].copy()
-            self.pool.keep(request.rollout.id, Computed(token_ids, blocks, computed, request.chain))
+            self.pool.keep(request.rollout.id, Computed(token_ids, blocks, computed, request.chain, request.held))
+        if self._keeps_leases:
+            self.leases.pop(request.rollout.id, None)
+            self.leases[request.rollout.id] = request.held
+            if len(self.leases) > MOST_LEASES:
+                self.forget(next(iter(self.leases)))
         self._stop_computing(request)
         del self.running[slot]
         self.slots.shapers.pop(slot, None)
@@ -351,8 +376,15 @@ class Scheduler:
 
     # Weights
 
+    @property
+    def has_holders(self) -> bool:
+        """Whether a rollout runs the newest adapter, or will in its next turn, and may keep it."""
+        return any(request.held is None for request in self.started()) or None in self.leases.values()
+
     def hold(self, held: HeldAdapter) -> None:
-        """Let the started requests keep the adapter they run, if they do not keep an older one."""
+        """Let the rollouts that have begun keep the adapter they run, if they do not keep an older one."""
+        self.leases.update([(name, held) for name, kept in self.leases.items() if kept is None])
+        self.pool.hold(held)
         for request in self.started():
             if request.held is None:
                 request.held = held

@@ -56,7 +56,7 @@ class VllmCall:
         self._masks: list[Array] = []
         self._entropies: list[float] | None = [] if engine.records_entropy and request.sampling.keep_mask else None
         self._routed: Array | None = None  # the experts of its first tokens, as far as the server has reported them
-        self.adapter, self._sent_at = "", -1  # the adapter it names, and that one's version
+        self.adapter, self._sent_at, self._salt = "", -1, ""  # the adapter it names, and that one's version and salt
         self._lineage = ""  # of the weights that sampled its first token
         self._most = min(request.sampling.max_tokens, engine.context - len(request.rollout))
         self._part_start = 0  # the first of its tokens that the open stream sampled
@@ -77,7 +77,7 @@ class VllmCall:
         """Send it and read its stream to the end. Where more tokens could have been sampled than candidates came, that token is
         sampled again with more candidates: as this depends on the tokens before it alone, the distribution stays the same."""
         engine, few = self._engine, self._num_candidates()
-        self.adapter, self._sent_at = engine.adapter, engine.version
+        self.adapter, self._sent_at, self._salt = engine.lease(self.request.rollout)
         if self.adapter:
             self._lineage = engine.lineage
         reason, candidates = None, few
@@ -103,7 +103,7 @@ class VllmCall:
                 min_tokens=max(0, sampling.min_tokens - len(self._token_ids)),
             ),
             max_tokens=max_tokens,
-            salt=engine.salt,
+            salt=self._salt if self.adapter else engine.salt,
             num_candidates=num_candidates,
             every=self._together,
             adapter=self.adapter,

@@ -12,10 +12,10 @@ import functools
 import hashlib
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.engine.protocol import EngineDied, EngineState, NotFinite, UnusablePrompt
-from headrace.engine.request import generate, run_to_the_end, stream
+from headrace.engine.request import MOST_LEASES, generate, run_to_the_end, stream
 from headrace.engine.vllm.api import VllmError, VllmGone, VllmRefused
 from headrace.engine.vllm.call import TOGETHER, VllmCall
 from headrace.engine.vllm.handover import saved_form
@@ -47,6 +47,14 @@ class Unsupported(RuntimeError):
     """A stock vLLM cannot do this; the message names the engine that can."""
 
 
+class Lease(NamedTuple):
+    """The adapter that a rollout's calls name."""
+
+    adapter: str
+    version: int
+    salt: str
+
+
 class VllmEngine:
     """A `ProcessEngine`, used from one event loop."""
 
@@ -70,11 +78,12 @@ class VllmEngine:
         tells_late: bool = False,
         records_entropy: bool = False,
         routers: Routers | None = None,
+        keeps_leases: bool = False,
     ) -> None:
         """`staged` is where updates of `model` arrive; `end_ids`: the model's own stop tokens, which vLLM forbids with a call's
         `stop_ids` as long as `min_tokens` does; `patience`: the seconds the server may be silent while calls run; `tells_late`:
         it was started to send several tokens at a time; `records_entropy`: of each token's distribution; `routers`: of the
-        model, if the experts of each token are recorded."""
+        model, if the experts of each token are recorded; `keeps_leases`: a rollout keeps its adapter until it is released."""
         self.api, self.name, self.decode = api, name, decode
         self.num_slots, self.context, self.vocabulary, self.end_ids = slots, context, vocabulary, end_ids
         self.names_versions = NAME_VERSION.is_in(about)  # it reports the version of every token
@@ -88,6 +97,8 @@ class VllmEngine:
         self._tells_late = tells_late and not self.names_versions
         self.max_unreported = TOGETHER - 1 if self.names_versions or tells_late else 0
         """The most tokens of a rollout that may be sampled and not yet reported."""
+        self._keeps_leases = keeps_leases
+        self._leases: dict[str, Lease] = {}  # by rollout
         self._waiting: dict[Request, VllmCall] = {}
         self._running: dict[Request, VllmCall] = {}
         self._is_admitting = True  # waiting calls may be sent
@@ -107,8 +118,19 @@ class VllmEngine:
 
     @property
     def adapter(self) -> str:
-        """What new calls name as their model; empty if all weights are trained."""
+        """What new rollouts name as their model; empty if all weights are trained."""
         return self._handover.adapter
+
+    def lease(self, rollout: Rollout) -> Lease:
+        """What samples a rollout's next call: the newest, unless it keeps what it began with."""
+        newest = Lease(self.adapter, self.version, self.salt)
+        if not self._keeps_leases:
+            return newest
+        kept = self._leases.pop(rollout.id, newest) if rollout.num_sampled else newest
+        self._leases[rollout.id] = kept
+        if len(self._leases) > MOST_LEASES:
+            del self._leases[next(iter(self._leases))]
+        return kept
 
     async def state(self) -> EngineState:
         running = 0 if self._is_retracted else len(self._running)
@@ -336,6 +358,8 @@ class VllmEngine:
             self._staged.exchange()  # back to what the server has
             raise WeightError(f"version {update.version}: {error}") from error
         was_paused, leases = self._is_paused, interrupt is Interrupt.LEASE
+        if not leases:
+            self._leases.clear()
         if not leases and (not was_paused or interrupt is not Interrupt.KEEP):
             await self._pause(interrupt)
         with self._timeline.during("swap"):
@@ -345,7 +369,8 @@ class VllmEngine:
         self.version, self.lineage, self.policy = update.version, update.lineage, update.policy
         if not leases and not was_paused:
             await self._resume()
-        await self._handover.retire(self.api, {call.adapter for call in self._running.values()})
+        used = {call.adapter for call in self._running.values()} | {each.adapter for each in self._leases.values()}
+        await self._handover.retire(self.api, used)
 
     def _prepare(self, update: WeightUpdate) -> None:
         """The next update overwrites the weights that the server has now."""
@@ -365,7 +390,9 @@ class VllmEngine:
         raise Unsupported("a vLLM server gives no requests back; engine.kind = 'native' does")
 
     def release(self, rollout_ids: Sequence[str]) -> None:
-        """The server's prefix cache drops what is oldest."""
+        """Their adapters may go; the server's prefix cache drops what is oldest."""
+        for rollout_id in rollout_ids:
+            self._leases.pop(rollout_id, None)
 
     # Its life
 

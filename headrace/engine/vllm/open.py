@@ -118,6 +118,7 @@ async def open_engine(
             tells_late=server is not None and not continues_over_updates(recipe),
             records_entropy=recipe.engine.record_entropy,
             routers=routers,
+            keeps_leases=recipe.partial.leases,
         )
         on_failure.pop_all()
     return OpenedEngine(

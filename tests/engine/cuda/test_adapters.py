@@ -23,7 +23,7 @@ from headrace.engine.native.cuda.runner import CudaRunner
 from headrace.engine.request import HeldAdapter, Request
 from headrace.lora import LoraSettings, adapter_of, add_adapter
 from headrace.model import StagedWeights, prepare
-from headrace.records import Rollout, Sampling
+from headrace.records import Rollout, Sampling, Source
 
 SIZES = (
     "vocab_size",
@@ -81,14 +81,15 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "CudaRunner", functools.partial(CudaRunner, prompt_buckets=(4, 8)))
 
 
-def make_core(*, kernels: bool, targets: tuple[str, ...] = ("all",), places: int = 8) -> EngineCore:
+def make_core(*, kernels: bool, targets: tuple[str, ...] = ("all",), places: int = 8, **options: bool) -> EngineCore:
     model = make_model(layers=1)
     adapter = add_adapter(model, LoraSettings(rank=3, alpha=6.0, targets=targets), seed=1)
     with torch.no_grad():
         for index, tensor in enumerate(adapter.parameters()):
             draws = torch.Generator().manual_seed(index)
             tensor.copy_(0.3 * torch.randn(tensor.shape, generator=draws))
-    return EngineCore(model, name="e", slots=4, context=12, block_size=4, kernels=kernels, graphs=False, adapter_places=places)
+    shape = {"slots": 4, "context": 12, "block_size": 4, "adapter_places": places}
+    return EngineCore(model, name="e", **shape, kernels=kernels, graphs=False, **options)
 
 
 def versions_of(core: EngineCore, count: int) -> list[HeldAdapter | None]:
@@ -153,18 +154,19 @@ def test_experts_and_modules_trained_whole_run_beside_the_rows() -> None:
 
 
 def leased(*, kernels: bool) -> dict[str, Rollout]:
-    """A rollout that is running when an update comes and keeps its version, and one that begins later."""
-    core, done = make_core(kernels=kernels), dict[str, Rollout]()
+    """A rollout that runs when an update comes and keeps its version, one that begins later, and two turns of one that is
+    between them when it comes."""
+    core, done = make_core(kernels=kernels, keeps_leases=True), dict[str, Rollout]()
     assert core.adapter is not None
     spare = StagedWeights(core.adapter, arena=core.received, in_place=kernels)
 
-    def submit(name: str) -> None:
-        given = Request(
-            Rollout.from_prompt(prompt(3), id=name), Sampling(max_tokens=4), on_done=lambda r: done.update({r.id: r})
-        )
-        core.submit(given)
+    def submit(name: str, rollout: Rollout | None = None) -> None:
+        rollout = rollout or Rollout.from_prompt(prompt(3), id=name)
+        core.submit(Request(rollout, Sampling(max_tokens=4), on_done=lambda r: done.update({name: r})))
         core.step()
 
+    submit("turn")
+    finish(core)
     submit("before")
     spare._staging, spare._is_whole = core.received.like(), True
     spare._staging.memory.copy_(core.received.memory)
@@ -174,13 +176,15 @@ def leased(*, kernels: bool) -> dict[str, Rollout]:
     core.changed_weights(policy="p", lineage="l", version=1, held=HeldAdapter(0, replaced.views, replaced.memory))
     core.step()  # with nobody new in the batch
     submit("after")
+    submit("next turn", done["turn"].append(np.array([5], dtype=np.int32), source=Source.TOOL))
     finish(core)
     return done
 
 
 def test_an_update_reaches_the_rows_and_leased_ones_keep_their_version() -> None:
     found, wanted = leased(kernels=True), leased(kernels=False)
-    assert [set(found[name].versions[3:].tolist()) for name in ("before", "after")] == [{0}, {1}]
+    versions = {name: set(rollout.versions[rollout.is_sampled].tolist()) for name, rollout in found.items()}
+    assert versions == {"turn": {0}, "before": {0}, "after": {1}, "next turn": {0}}
     for name in found:
         assert_same(found[name], wanted[name])
 
