@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 @dataclass
 class StepParts:
     """An optimizer step whose groups may leave the buffer in parts. Weights are made before the rest is there: all parts are
-    divided by what the first lets expect, and the last says what makes up for the difference."""
+    divided by what the first with a trained token lets expect, and the last says what makes up for the difference."""
 
     num_groups: int
     """Of the whole step."""
@@ -67,7 +67,7 @@ class StepParts:
 
     def add(self, count: int, *, num_groups: int) -> None:
         """Another part is made, of so many groups with so many tokens."""
-        if not self.num_made:
+        if not self.counted:
             self.divisor = max(count, 1) * self.num_groups / num_groups
         self.num_made += 1
         self.counted += count
