@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,6 +127,12 @@ class StartedBatch:
         async with self._one_by_one:
             while len(self.answers) < len(self.steps):
                 self.answers.append(await self.steps[len(self.answers)])
+
+    def drop_steps(self) -> None:
+        """Nobody will wait for them; one in this process has not begun."""
+        for step in self.steps[len(self.answers) :]:
+            if isinstance(step, Coroutine):
+                step.close()
 
     @property
     def seen(self) -> list[dict[str, float]]:

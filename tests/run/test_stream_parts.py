@@ -214,6 +214,7 @@ def test_a_version_that_fails_is_begun_anew_and_its_groups_are_trained_once(
 
 @pytest.mark.parametrize("orchestrate", ["inline", pytest.param("local", marks=pytest.mark.long)])
 @pytest.mark.parametrize("mini_batches", [1, 2])
+@pytest.mark.filterwarnings("error")
 def test_a_stop_completes_a_version_of_which_a_step_is_made_and_gives_up_any_other(tmp_path, mini_batches, orchestrate) -> None:
     def stop(state: CallbackState, calls: int) -> None:
         if state.version == 2 and not before.stopped_in:
