@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.run import PolicyState, StartedBatch
     from headrace.run.callbacks import CallbackState
 
+pytestmark = pytest.mark.filterwarnings("error")  # also of a step that nobody awaits
 GROUPS, VERSIONS = 5, 6
 STREAMED: dict[str, Any] = {"mini_batches": 2, "stream_parts": 2}
 
@@ -77,12 +79,12 @@ class SeenTrainer(StubTrainer):
 
     def step(self, batch: Batch, *, learning_rate: float) -> Awaitable[dict[str, float]]:
         groups, what = Counter(r.group for r in batch.rollouts), "step" if batch.is_last else "part"
-        return self._in_order(what, batch.version, groups, super().step(batch, learning_rate=0))
+        return self._in_order(what, batch.version, groups, partial(super().step, batch, learning_rate=0))
 
     def publish(self, version: int, **how: Any) -> Awaitable[Any]:
-        return self._in_order("publish", version, Counter(), super().publish(version, **how))
+        return self._in_order("publish", version, Counter(), partial(super().publish, version, **how))
 
-    def _in_order(self, what: str, version: int, groups: Counter[str], doing: Awaitable[Any]) -> Awaitable[Any]:
+    def _in_order(self, what: str, version: int, groups: Counter[str], do: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
         before = self._last
 
         async def run() -> Any:
@@ -91,7 +93,7 @@ class SeenTrainer(StubTrainer):
             for _ in range(self._turns):
                 await asyncio.sleep(0)
             self.told.append((what, version, groups))
-            return await doing
+            return await do()
 
         if self.is_inline:
             return run()
@@ -214,7 +216,6 @@ def test_a_version_that_fails_is_begun_anew_and_its_groups_are_trained_once(
 
 @pytest.mark.parametrize("orchestrate", ["inline", pytest.param("local", marks=pytest.mark.long)])
 @pytest.mark.parametrize("mini_batches", [1, 2])
-@pytest.mark.filterwarnings("error")
 def test_a_stop_completes_a_version_of_which_a_step_is_made_and_gives_up_any_other(tmp_path, mini_batches, orchestrate) -> None:
     def stop(state: CallbackState, calls: int) -> None:
         if state.version == 2 and not before.stopped_in:
