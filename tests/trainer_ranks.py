@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import os
@@ -66,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float16": {},
     "corrected": {},
+    "parts": {"max_grad_norm": 0.01},
     "full disk": {},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -73,6 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipped": {"loss": "grpo"},
     "corrected": {"corrections": {"tis": {"cap": 2.0, "floor": 0.0}, "m2po": {"limit": 4.0}}},
     "values": {"loss": "ppo", "constants": {}},
+    "parts": {"gradient_scale": 0.5},
 }
 
 
@@ -93,6 +96,17 @@ def make_batch(case: str) -> Batch:
         "version": 0,
     }
     return Batch(**{**columns, **OPTIONS.get(case, {})})
+
+
+def in_parts(batch: Batch) -> list[Batch]:
+    """In three, of which the last scales the gradient."""
+    found = []
+    for number, places in enumerate(np.array_split(np.arange(len(batch.rollouts)), 3)):
+        members = slice(places[0], places[-1] + 1)
+        fields: dict[str, Any] = {name: getattr(batch, name)[members] for name in ("rollouts", "advantages", "weights")}
+        last = {"gradient_scale": batch.gradient_scale} if number == 2 else {"is_last": False, "gradient_scale": 1.0}
+        found.append(dataclasses.replace(batch, **fields, **last, part=number))
+    return found
 
 
 def make_trainer(case: str, ranks: Ranks | None, device: str = "cpu") -> DeviceTrainer:
@@ -228,7 +242,8 @@ def run_case(case: str, ranks: Ranks | None, folder: Path, device: str = "cpu") 
     begin("make", case, ranks, device)
     (trainer, read), batch = make_counted(case, ranks, device), make_batch(case)
     begin("forward_backward", case, ranks, device)
-    found: dict[str, Any] = {"first": trainer.forward_backward(batch), "read": read}
+    batches = in_parts(batch) if case == "parts" and ranks is not None else [batch]
+    found: dict[str, Any] = {"first": [trainer.forward_backward(each) for each in batches][-1], "read": read}
     begin("optim_step", case, ranks, device)
     with one_gradient(trainer, ranks, gradient_file(folder, case), found):
         found["stepped"] = trainer.optim_step(1e-3)

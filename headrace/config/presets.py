@@ -225,11 +225,11 @@ PRESETS: dict[str, Preset] = {
             "staleness.max_lag": (1, "weights are synchronised after each step"),
             "staleness.gate": _GATE,
             "staleness.reject": _NO_DROPS,
+            "train.stream_parts": (0, "gradients accumulate group by group"),
             "partial.interrupt": ("keep", "generation holds a lock for the moment of the swap"),
             "sync.transport": ("auto", "weights are resharded from mesh to mesh: in memory"),
         },
-        differs="Tunix runs on JAX meshes, and reshards on the devices. It accumulates gradients group by group as they come; "
-        "here a version's batch is taken when it is whole.",
+        differs="Tunix runs on JAX meshes, and reshards on the devices.",
     ),
     "skyrl": Preset(
         orchestration="Ray",

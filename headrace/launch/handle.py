@@ -78,7 +78,8 @@ class RunHandle:
         return self._future.result()
 
     def stop(self) -> None:
-        """Ask the run to end with a checkpoint, after the batch in training. Returns at once; `result` has the result."""
+        """Ask the run to end with a checkpoint, after the batch in training, which is given up if parts of it are missing and
+        no step of it is made. Returns at once; `result` has the result."""
         if not self._stop.num_made:
             self._stop.make("handle.stop")
 

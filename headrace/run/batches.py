@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 @dataclass
 class StepParts:
     """An optimizer step whose groups may leave the buffer in parts. Weights are made before the rest is there: all parts are
-    divided by what the first lets expect, and the last says what makes up for the difference."""
+    divided by what the first with a trained token lets expect, and the last says what makes up for the difference."""
 
     num_groups: int
     """Of the whole step."""
@@ -67,7 +68,7 @@ class StepParts:
 
     def add(self, count: int, *, num_groups: int) -> None:
         """Another part is made, of so many groups with so many tokens."""
-        if not self.num_made:
+        if not self.counted:
             self.divisor = max(count, 1) * self.num_groups / num_groups
         self.num_made += 1
         self.counted += count
@@ -126,6 +127,12 @@ class StartedBatch:
         async with self._one_by_one:
             while len(self.answers) < len(self.steps):
                 self.answers.append(await self.steps[len(self.answers)])
+
+    def drop_steps(self) -> None:
+        """Nobody will wait for them; one in this process has not begun."""
+        for step in self.steps[len(self.answers) :]:
+            if isinstance(step, Coroutine):
+                step.close()
 
     @property
     def seen(self) -> list[dict[str, float]]:

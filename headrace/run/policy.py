@@ -179,6 +179,7 @@ class PolicyState(PolicyGroups):
         kept = [started for started in self.started if is_elsewhere and started.publishing is not None]
         returned = [started for started in self.started if started not in kept]
         for started in reversed(returned):
+            started.drop_steps()
             self.buffer.put_back(started.groups)
             self.filtered = started.filtered + self.filtered
         if returned:

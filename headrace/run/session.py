@@ -205,7 +205,8 @@ class Session:
         return str(self.roles.encoder.tokenizer.decode(list(token_ids)))
 
     def stop(self, by: str) -> None:
-        """End the run after the batch in training; in exact mode at the end of the leg, the only place to save it."""
+        """End the run after the batch in training, which is given up if parts of it are missing and no step of it is made; in
+        exact mode at the end of the leg, the only place to save it."""
         if not self.stopped_by:
             self.stopped_by = by
             self.observer.event(self.policy.version, {"event": "stop", "by": by})

@@ -548,9 +548,11 @@ FAULTS: dict[str, tuple[dict[str, float], str]] = {
 }
 
 
-@pytest.mark.parametrize(("fault", "parts"), [*((fault, 1) for fault in FAULTS), ("damaged", 2)])
+@pytest.mark.parametrize(
+    ("fault", "steps", "parts"), [*((fault, 1, 1) for fault in FAULTS), ("damaged", 2, 2), ("damaged", 1, 2)]
+)
 def test_a_fault_of_the_disk_while_a_run_goes_on_loses_nothing_else(
-    tmp_path, monkeypatch, capsys, fault: str, parts: int
+    tmp_path, monkeypatch, capsys, fault: str, steps: int, parts: int
 ) -> None:
     """Without a checkpoint that would make room in the journal."""
     buffer, words = FAULTS[fault]
@@ -571,7 +573,7 @@ def test_a_fault_of_the_disk_while_a_run_goes_on_loses_nothing_else(
     monkeypatch.setattr(Segments, "read", reading)
     monkeypatch.setattr(Segments, "append", appending)
     settings = {**SETTINGS, "buffer": buffer, "checkpoint": {"every": 10}, "staleness": {"max_lag": 4}}
-    settings["train"] = {"mini_batches": parts, "stream_parts": parts}
+    settings["train"] = {"mini_batches": steps, "stream_parts": parts}
     result = small_run(tmp_path / "run", callbacks=[seen], quiet=False, **settings)
     ids = [episode.id for batch in seen.batches for group in batch for episode in group.episodes]
     assert len(ids) == len(set(ids)) == 6 * 16 and closes(result.summary)

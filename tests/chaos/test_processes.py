@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 import time
 
 import numpy as np
 import pytest
-from faults import Running, again, is_alive, start, wait_until
-from helpers import books_close, same_weights
+from faults import Running, again, command_of, family, is_alive, start, wait_until
+from helpers import books_close, same_weights, small_run
 
 from headrace.errors import command
 from headrace.observe.inspect import read_rollouts
@@ -146,6 +147,37 @@ def test_a_trainer_killed_at_any_moment_costs_no_rollout(tmp_path):
     output = run.finish()
     check_finished(run, output)
     assert run.summary["restarts"]["trainer"] == trained and not run.summary["engines_given_up"]
+
+
+@pytest.mark.long
+def test_a_trainer_killed_between_two_parts_of_a_step_costs_no_group(tmp_path):
+    """Killed when it has the gradient of a version's first part alone, as the second is about to be sent."""
+    taken: list[tuple[int, list[str]]] = []
+
+    class Killer:
+        num_killed = 0
+
+        def on_rollouts(self, state, groups):
+            taken.append((state.version, [episode.id for group in groups for episode in group.episodes]))
+            if state.version >= 3 and not self.num_killed and [version for version, _ in taken].count(state.version) == 2:
+                time.sleep(1)  # it has trained the first, and the checkpoint is written
+                (pid,) = [pid for pid in family(os.getpid()) if command_of(pid).endswith("headrace.launch.child trainer")]
+                os.kill(pid, signal.SIGKILL)
+                self.num_killed += wait_until(lambda: not is_alive(pid))
+
+    def slow(completion: str, **_: object) -> float:
+        time.sleep(0.02)  # so that groups come one after the other
+        return 1.0 / (1 + len(completion))
+
+    parts, killer = {"mini_batches": 1, "stream_parts": 4}, Killer()
+    how = {"train": parts, "steps": 8, "staleness": {"max_lag": 1}, "checkpoint": {"every": 1}, "orchestrate": "local"}
+    run = small_run(tmp_path / "run", callbacks=[killer], reward=slow, observe={"keep_rollouts_every": 1}, **how)
+    assert killer.num_killed == 1 and run.summary["restarts"] == {"trainer": 1}
+    assert run.summary["status"] == "finished" and books_close(run.summary)
+    assert [row["version"] for row in read_metrics(run.folder / "metrics.jsonl")] == list(range(1, 9))
+    trained = [rollout.episode for step in range(1, 9) for rollout in read_rollouts(run.folder, step=step)[1]]
+    assert len(set(trained)) == len(trained) == run.summary["accounting"]["trained"] == 8 * 16
+    assert {each for _, ids in taken for each in ids} == set(trained), "the parts that were lost are trained in the end"
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from watched import GROUPS, SIBLINGS, TurnsTrainer, Watched, has_resumed, run_pr
 from headrace.bench.emulated import emulate
 from headrace.bench.emulated_load import Load
 from headrace.buffer import GroupBuffer
+from headrace.config import make_recipe
 from headrace.engine import EnginePool
 from headrace.engine.native.core import EngineCore
 from headrace.envs import PushedEnvironment
@@ -111,6 +112,14 @@ def test_verl_trains_a_mini_batch_when_it_is_there_and_refills_one_for_one(monke
     after_drops = [each.ahead for each in watched.submissions if each.dropped]
     assert max(after_drops) == 2 * GROUPS, "a dropped group is replaced, and by one"
     assert watched.num_retried == 0, "with another task"
+
+
+@pytest.mark.parametrize("name", ["tunix", "pipelinerl"])
+def test_gradients_add_up_to_a_step_as_groups_come(name, monkeypatch):
+    assert make_recipe({"preset": name, "train.batch": 64}).stream_parts == 4, "where training is not inline"
+    watched = simulate(name, monkeypatch, train={"stream_parts": 2})
+    assert len(watched.batches) > watched.num_steps == 30, "part after part leaves the buffer, for one optimizer step"
+    assert watched.counts["trained"] == 30 * GROUPS * SIBLINGS
 
 
 def test_art_holds_each_rollout_to_the_version_it_began_with(tmp_path, monkeypatch):

@@ -390,13 +390,13 @@ def test_a_mini_batch_taken_alone_is_the_one_that_the_whole_batch_would_have_mad
 
 
 @pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (4, 1), (1, 4), (5,)])
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (4, 1), (1, 4), (1, 2, 2), (5,)])
 def test_the_parts_of_a_step_weigh_as_the_whole_does_once_the_last_is_scaled(mean: str, sizes: tuple[int, ...]) -> None:
-    """Groups of different lengths, and one without a trained token."""
+    """Groups of different lengths, and the first without a trained token."""
     made = [*answered(3, rewards=[1.0, 0.5]), *answered(8, rewards=[0.0, -2.0]), *answered(5, rewards=[4.0])]
-    nothing = [rollout.replace(loss_mask=np.zeros(len(rollout), dtype=bool)) for rollout in members(made[1:2])]
-    episodes = tuple(each.replace(rollouts=(r,)) for each, r in zip(made[1].episodes, nothing, strict=True))
-    made[1] = dataclasses.replace(made[1], episodes=episodes)
+    nothing = [rollout.replace(loss_mask=np.zeros(len(rollout), dtype=bool)) for rollout in members(made[:1])]
+    episodes = tuple(each.replace(rollouts=(r,)) for each, r in zip(made[0].episodes, nothing, strict=True))
+    made[0] = dataclasses.replace(made[0], episodes=episodes)
     train = {"batch": 10, "group_size": 2, "loss_mean": mean, "reference_every": 2, "kl": 0.1}
     recipe = make_recipe({"train": {**train, "stream_parts": len(sizes)}, "staleness.max_lag": 1})
     (whole,) = make_batches(made, make_recipe({"train": train, "staleness.max_lag": 0}), version=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,13 +13,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.algorithms.columns import ENTROPY, PROXIMAL
+from headrace.buffer import Group
+from headrace.config import make_recipe
 from headrace.durable import seal
 from headrace.engine.native.core import EngineCore
 from headrace.engine.request import Request
 from headrace.model.head import Head
 from headrace.model.load import load_model, load_tokenizer
-from headrace.records import Batch, Rollout, Sampling
+from headrace.records import Batch, Episode, Rollout, Sampling, Scored
+from headrace.run.batches import StepParts, make_batches
 from headrace.trainer import DeviceTrainer, ParameterSettings, TrainSettings, learning_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def rollouts(model_path: str, count: int = 12, *, sampling: Sampling | None = None, dtype: str = "float32") -> list[Rollout]:
@@ -245,33 +252,50 @@ def test_accumulating_two_halves_is_the_whole(tiny_model: str) -> None:
         torch.testing.assert_close(gradients(halves)[name], gradient, atol=1e-7, rtol=1e-4)
 
 
+def paired(items: list[Rollout]) -> list[Group]:
+    """Two siblings each, of which one is rewarded."""
+    episodes = [Episode(id=r.id, group=r.group, task={}, rollouts=(r,), outcome=Scored(int(r.id) % 2)) for r in items]
+    return [Group(number=number, episodes=tuple(episodes[2 * number :][:2])) for number in range(len(items) // 2)]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_the_step_of_a_batch_in_parts_is_that_of_the_whole(tiny_model: str, dtype: str) -> None:
-    """Also after parts that were given up. Parts are weighted three times too much, and the last says so."""
-    batch = make_batch(rollouts(tiny_model, 10), kl="none", entropy_weight=0.01)
+@pytest.mark.parametrize("mean", ["token", "sequence", "constant"])
+def test_the_step_of_a_batch_in_parts_is_that_of_the_whole(tiny_model: str, mean: str, dtype: str) -> None:
+    """Also after parts that were given up."""
+    made, step = paired(rollouts(tiny_model, 10)), StepParts(5)
+    train = {"batch": 10, "group_size": 2, "loss_mean": mean, "entropy": 0.01, "stream_parts": 3}
+    recipe = make_recipe({"train": train, "staleness.max_lag": 1, "sampling.max_tokens": 14})
+    (batch,) = make_batches(made, recipe, version=0)
+    parts = [
+        make_batches(made[first:last], recipe, version=0, step=step, ends_step=last == 5)[0]
+        for first, last in ((0, 2), (2, 4), (4, 5))
+    ]
+    assert (parts[-1].gradient_scale != 1) == (mean == "token")
+    smooth = {"max_grad_norm": 0.05, "eps": 1.0}  # so that a step is nearly in proportion to the gradient
+    ours, theirs = (make_trainer(tiny_model, **smooth, dtype=dtype) for _ in range(2))
+    is_float32, start = dtype == "float32", flat(ours, ours.optimizer.master)
+    if not is_float32:
+        ours.optimizer.loss_scale.value = theirs.optimizer.loss_scale.value = 2.0**10
+    expected = theirs.forward_backward(batch)
+    seen = [ours.forward_backward(part) for part in (*parts[:2], *parts)][-1]
+    assert seen == pytest.approx(expected, rel=1e-5, abs=1e-6 if is_float32 else 2e-3)
+    assert seen["tokens"] == sum(rollout.num_sampled for rollout in batch.rollouts)
+    wanted, found = (flat(trainer, trainer.optimizer.gradient) for trainer in (theirs, ours))
+    assert distance(parts[-1].gradient_scale * found, wanted) < (1e-5 if is_float32 else 5e-3)
+    norms = [trainer.optim_step(0.1)["grad_norm"] for trainer in (theirs, ours)]
+    assert norms[0] > 0.05 and norms[1] == pytest.approx(norms[0], rel=1e-5 if is_float32 else 1e-3)
+    moved = [flat(trainer, trainer.optimizer.master) - start for trainer in (ours, theirs)]
+    assert distance(*moved) < (1e-4 if is_float32 else 5e-3)
+    again = [trainer.forward_backward(batch)["loss"] for trainer in (theirs, ours)]
+    assert again[1] == pytest.approx(again[0], rel=1e-5 if is_float32 else 1e-2), "a whole batch after one in parts"
 
-    def part(members: slice, **changes: object) -> Batch:
-        fields = {name: getattr(batch, name)[members] for name in ("rollouts", "advantages")}
-        return dataclasses.replace(batch, **fields, weights=tuple(3 * each for each in batch.weights[members]), **changes)
 
-    whole, parts = (make_trainer(tiny_model, max_grad_norm=0.05, dtype=dtype) for _ in range(2))
-    if dtype == "float16":
-        whole.optimizer.loss_scale.value = parts.optimizer.loss_scale.value = 2.0**10
-    seen = [whole.forward_backward(batch)]
-    for number, members in enumerate((slice(3), slice(3, 7))):
-        parts.forward_backward(part(members, part=number, is_last=False))
-    for number, members in enumerate((slice(4), slice(4, 5))):
-        parts.forward_backward(part(members, part=number, is_last=False))
-    seen.append(parts.forward_backward(part(slice(5, 10), part=2, gradient_scale=1 / 3)))
-    assert seen[1] == pytest.approx(seen[0], rel=1e-5, abs=1e-6 if dtype == "float32" else 2e-3)
-    assert seen[1]["tokens"] == sum(rollout.num_sampled for rollout in batch.rollouts)
-    norms = [trainer.optim_step(1e-3)["grad_norm"] for trainer in (whole, parts)]
-    assert norms[0] > 0.05 and norms[1] == pytest.approx(norms[0], rel=1e-5 if dtype == "float32" else 1e-2)
-    moved = {name: tensor.float() for name, tensor in whole.tensors()}
-    for name, tensor in parts.tensors():
-        torch.testing.assert_close(tensor.float(), moved[name], atol=2e-4 if dtype == "float32" else 2e-3, rtol=0.0)
-    again = [trainer.forward_backward(batch)["loss"] for trainer in (whole, parts)]
-    assert again[1] == pytest.approx(again[0], rel=1e-2), "a whole batch after one in parts"
+def flat(trainer: DeviceTrainer, tensor_of: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor_of(name).flatten() for name in sorted(trainer.optimizer.names)])
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def test_chunked_head_is_the_whole_head(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
