@@ -345,3 +345,16 @@ def test_a_call_is_read_as_the_template_prints_it(name: str, arguments: dict) ->
         arguments = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
         found = [{**f, "arguments": {k: v.replace("True", "true") for k, v in f["arguments"].items()}} for f in found]
     assert found == [{"name": "look", "arguments": arguments}, *made[1:]] and not read["content"]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_reply_that_names_its_function_follows_the_call(is_cut: bool) -> None:
+    """Gemma 4's turn goes on: the token that ends its call is the first of the reply."""
+    client, engine = client_of(tokenizer_of("gemma4"))
+    chat = client.chat([{"role": "user", "content": "hi"}], tools=TOOLS)
+    text = '<|tool_call>call:look{a:<|"|>1<|"|>}<tool_call|><|tool_call>call:add_up{}<tool_call|>'
+    read = say(client, engine, chat, text + "<|tool_response>" * (not is_cut))
+    chat.append(*({"role": "tool", "tool_call_id": call["id"], "content": "seen"} for call in read["tool_calls"]))
+    assert engine.tokenizer.decode(chat.rollout.token_ids.tolist()) == client.encoder.render(chat.messages, tools=TOOLS)
+    assert len(chat.rollouts) == 1 and "response:add_up{" in client.text(chat.rollout)
+    check_trained(chat.rollouts, engine)

@@ -99,11 +99,13 @@ def read_calls(text: str, *, template: str | None) -> tuple[str, list[dict[str, 
     """(content, calls) of a whole answer, in the form that the model's chat template shows (`call_form`)."""
     form = call_form(template)
     if form in MARKED:
-        marked, rest = MARKED[form], ""
+        marked = MARKED[form]
         content, found, written = text.partition(marked.opens)
-        if marked.closes and marked.closes in written:
-            written, _, rest = written.rpartition(marked.closes)
-        calls = _parsed(marked.read, written) if found else []
+        end = written.rfind(marked.closes)
+        rest = written[end + len(marked.closes) :]
+        if end < 0 or marked.opens in rest:  # the last marker is missing
+            end, rest = len(written), ""
+        calls = _parsed(marked.read, written[:end]) if found else []
         return (content.rstrip() + rest, calls) if calls else (text, [])
     if form != "hermes":
         call = parse_call(text.strip().removeprefix("<|python_tag|>"), key="parameters") if form == "llama" else None
