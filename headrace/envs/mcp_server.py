@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 from typing import TYPE_CHECKING, Any
 
+from headrace.envs.program import inherited_variables
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ class McpServer:
             problem = f"environment.tools = 'mcp:{address}': the package mcp is not installed"
             raise ConfigError(f"{problem}; pip install headrace[mcp]") from error
         self._address = address
+        self._command = [] if address.startswith(("http://", "https://")) else _command(address)
         self._client: asyncio.Future[Client] | None = None
         self._holder: asyncio.Task[None] | None = None
 
@@ -74,9 +77,9 @@ class McpServer:
         from mcp import Client, StdioServerParameters
 
         server: Any = self._address
-        if not self._address.startswith(("http://", "https://")):
-            command, *arguments = shlex.split(self._address)
-            server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ), cwd=os.getcwd())
+        if self._command:
+            command, *arguments = self._command
+            server = StdioServerParameters(command=command, args=arguments, env=inherited_variables(), cwd=os.getcwd())
         try:
             async with Client(server) as client:
                 opened.set_result(client)
@@ -97,6 +100,18 @@ class McpServer:
         if holder is not None and holder.get_loop() is _loop():
             holder.cancel()
             await asyncio.wait({holder}, timeout=10.0)
+
+
+def _command(address: str) -> list[str]:
+    """The program and its arguments."""
+    try:
+        command = shlex.split(address)
+    except ValueError as error:
+        raise ConfigError(f"environment.tools = 'mcp:{address}': {error}") from error
+    if not command or shutil.which(command[0]) is None:
+        what = f"there is no program {command[0]!r}" if command else "no program is named"
+        raise ConfigError(f"environment.tools = 'mcp:{address}': {what}; write mcp:COMMAND or mcp:https://…")
+    return command
 
 
 async def _is_alive(client: Client) -> bool:
