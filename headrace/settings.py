@@ -94,7 +94,7 @@ def build(cls: type[T], data: Mapping[str, Any], *, origin: Origin = Origin(), p
                 wrong.append(str(error))
         else:
             advice = origin.advise(_first_leaf(path, value)) or origin.advise(key)
-            advice = advice or _nearest(key, [f.name for f in dataclasses.fields(cls)], prefix)
+            advice = advice or nearest(key, [f.name for f in dataclasses.fields(cls)], prefix)
             wrong.append(f"{origin.locate(path)}{path} is not a setting; {advice}")
     if wrong:
         raise ConfigError("\n".join(wrong))
@@ -263,7 +263,8 @@ def _convert(hint: Any, value: Any, *, origin: Origin, path: str) -> Any:  # noq
     raise ConfigError(f"{origin.locate(path)}{path} = {value!r}: must be {_type_name(hint)}")
 
 
-def _nearest(key: str, names: list[str], prefix: str) -> str:
+def nearest(key: str, names: list[str], prefix: str) -> str:
+    """What to write instead of an unknown name."""
     guess = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     return f"did you mean {prefix}{guess[0]}?" if guess else f"there are: {', '.join(prefix + name for name in names)}"
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headrace.engine.server.http import LoopServer, bearer, read_body, stream_events, tell_failures
     from headrace.engine.server.requests import NEUTRAL, read_stops, read_stream_options
     from headrace.engine.server.text import ServedModel, TextReader, could_begin, first_stop
-    from headrace.engine.server.tool_calls import MISTRAL, ToolCallReader, call_form, has_special_markers, read_calls
+    from headrace.engine.server.tool_calls import CALL_FORMS, MARKED, ToolCallReader, call_form, has_special_markers, read_calls
     from headrace.engine.settings import DistributionSettings, EngineSettings, SamplingSettings, check_engine_kind, engine_kind
     from headrace.engine.stop_strings import decoder_of, stop_tokens
     from headrace.engine.vllm.engine import VllmEngine

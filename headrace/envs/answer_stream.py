@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine import MISTRAL, TextReader, ToolCallReader, call_form, could_begin, first_stop
+from headrace.engine import MARKED, TextReader, ToolCallReader, call_form, could_begin, first_stop
 from headrace.envs.turns import END_THINK, THINK
 
 if TYPE_CHECKING:
@@ -113,9 +113,10 @@ class AnswerStream:
         text, self._held = self._held, ""
         if self._form == "hermes":
             self._say_content(self._calls.push(text)[0])
-        elif self._form == "mistral":
-            before, mark, _ = text.partition(MISTRAL)
-            certain = before[: len(before) - (0 if mark else could_begin(before, [MISTRAL]))].rstrip()
+        elif self._form in MARKED:
+            marker = MARKED[self._form].opens
+            before, mark, _ = text.partition(marker)
+            certain = before[: len(before) - (0 if mark else could_begin(before, [marker]))].rstrip()
             self._say_content(certain)
             self._held = text[len(certain) :]
         elif self._form == "llama" and text.lstrip()[:1] in ("", "{", "<"):

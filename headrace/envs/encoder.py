@@ -6,6 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from headrace.engine import CALL_FORMS
 from headrace.envs.turns import History, Turns
 from headrace.records import Rollout, check_messages
 from headrace.settings import ConfigError
@@ -31,6 +32,7 @@ class PromptEncoder:
         self._num_cached = 0  # bytes
         self._decode = _decoder(tokenizer)
         self.turns = Turns(self)
+        self._reads_calls = False  # known once a prompt has tools
 
     def encode(self, prompt: Plain, template_kwargs: Plain = None) -> Array:
         return self.start(prompt, template_kwargs)[0].token_ids
@@ -88,6 +90,11 @@ class PromptEncoder:
             raise ConfigError(
                 f"environment.tools: {problem}; set model.chat_template, or give prompts as text that says how to"
             )
+        if tools and not self._reads_calls:
+            self._reads_calls = self.turns.reads_calls(tools, variables)
+            if not self._reads_calls:
+                problem = f"calls are not read as the model's chat template prints them; the forms known are {CALL_FORMS}"
+                raise ConfigError(f"environment.tools: {problem}; set model.chat_template to one of these")
         return self.tokens(text)
 
 

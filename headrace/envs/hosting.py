@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from headrace.envs.program import ProgramAgent
 from headrace.envs.single_turn import SingleTurn
+from headrace.envs.steps import StepEnvironment
 from headrace.envs.tools import ToolEnvironment
 from headrace.imports import import_name
-from headrace.settings import ConfigError
+from headrace.settings import ConfigError, nearest
 from headrace.user_code import UserThread
 
 if TYPE_CHECKING:
@@ -29,7 +31,8 @@ def is_single_turn(settings: EnvironmentSettings, *, environment: object = None,
 
 
 def check_environment(settings: EnvironmentSettings, *, environment: object = None, tools: Sequence[Any] | None = None) -> None:
-    """Raise for what can be seen without making it: names that cannot be imported, tools without a schema."""
+    """Raise for what can be seen without making the user's own: names that cannot be imported, tools without a schema, options
+    that it does not take, a class without `run`."""
     if settings.processes and (environment is not None or not all(isinstance(tool, str) for tool in tools or ())):
         fix = "name it in environment.name or environment.tools, as module:name, or set it to 0"
         raise ConfigError(f"environment.processes = {settings.processes}: a process can only import by name; {fix}")
@@ -37,10 +40,20 @@ def check_environment(settings: EnvironmentSettings, *, environment: object = No
         raise ConfigError(f"environment.processes = {settings.processes}: single-turn needs none; set it to 0")
     if environment is None and settings.command:
         ProgramAgent(settings.command)
-    if environment is None and settings.name:
-        import_name(settings.name, setting="environment.name")
-    if environment is None and (tools or settings.tools):
-        ToolEnvironment(list(tools or settings.tools))
+    elif environment is None and (tools or settings.tools):
+        _with_tools(settings, tools)
+    elif is_single_turn(settings, environment=environment, tools=tools):
+        _refuse_options(settings, "single-turn has none; set environment.name or tools")
+    else:
+        found, name = _named(settings, environment)
+        if not _is_made_with_options(found, environment):
+            _refuse_options(settings, "the environment is made already; give its class")
+        else:
+            _check_options(found, settings.options, name)
+            if isinstance(found, type) and issubclass(found, StepEnvironment):  # whose worlds are made later
+                _made(functools.partial(found, **settings.options), name)
+        if isinstance(found, type) or environment is not None:
+            _check_run(found, name, found.__name__ if isinstance(found, type) else type(found).__name__)
 
 
 def make_environment(
@@ -53,23 +66,75 @@ def make_environment(
     if environment is not None and tools:
         raise ConfigError("tools: an environment of your own has its own; leave one of the two out")
     if is_single_turn(settings, environment=environment, tools=tools):
-        if settings.options:
-            raise ConfigError(f"environment.options = {settings.options}: single-turn has none; set environment.name or tools")
+        _refuse_options(settings, "single-turn has none; set environment.name or tools")
         return SingleTurn() if not settings.concurrency else HostedEnvironment(SingleTurn, "single_turn", settings.concurrency)
     if environment is None and (tools or settings.tools):
-        with_tools = _made(functools.partial(ToolEnvironment, list(tools or settings.tools), **settings.options), "tools")
+        with_tools = _with_tools(settings, tools)
         return HostedEnvironment(lambda: with_tools, "tools", settings.concurrency)  # each episode has its own tools
     if environment is None and settings.command:
         program = ProgramAgent(settings.command)
         return HostedEnvironment(lambda: program, settings.command[0], settings.concurrency)
-    found, name = environment, getattr(environment, "__qualname__", type(environment).__qualname__)
-    if environment is None:
-        found, name = import_name(settings.name, setting="environment.name"), settings.name
-    if isinstance(found, type) or (environment is None and not hasattr(found, "run")):
+    found, name = _named(settings, environment)
+    if _is_made_with_options(found, environment):
         return HostedEnvironment(functools.partial(found, **settings.options), name, settings.concurrency)
-    if settings.options:
-        raise ConfigError(f"environment.options = {settings.options}: the environment is made already; give its class")
+    _refuse_options(settings, "the environment is made already; give its class")
     return HostedEnvironment(lambda: found, name, settings.concurrency)
+
+
+def _with_tools(settings: EnvironmentSettings, tools: Sequence[Any] | None) -> Environment:
+    make = functools.partial(ToolEnvironment, list(tools or settings.tools))
+    _check_options(make, settings.options, "the environment with tools")
+    return _made(functools.partial(make, **settings.options), "tools")
+
+
+def _named(settings: EnvironmentSettings, environment: Any) -> tuple[Any, str]:  # noqa: ANN401  (an object or a class)
+    """(what the caller gave or the recipe names, its name)"""
+    if environment is not None:
+        return environment, getattr(environment, "__qualname__", type(environment).__qualname__)
+    return import_name(settings.name, setting="environment.name"), settings.name
+
+
+def _is_made_with_options(found: object, environment: object) -> bool:
+    """Whether it is a class, or a function that the recipe names, rather than an environment."""
+    return isinstance(found, type) or (environment is None and not hasattr(found, "run"))
+
+
+def _refuse_options(settings: EnvironmentSettings, reason: str) -> None:
+    if settings.options:
+        raise ConfigError(f"environment.options = {settings.options}: {reason}")
+
+
+def _check_options(make: Any, options: dict[str, Any], name: str) -> None:  # noqa: ANN401  (what a user named)
+    """Raise unless a class or function takes these arguments."""
+    if not callable(make):
+        raise ConfigError(
+            f"environment.name = {name!r}: is of type {type(make).__name__}; name a class, or a function that makes one"
+        )
+    try:
+        signature = inspect.signature(make)
+    except ValueError:  # of a few built-in classes nothing is known
+        return
+    if isinstance(make, type) and issubclass(make, StepEnvironment):  # whose own options they pass on
+        shared = dict(inspect.signature(StepEnvironment).parameters)
+        own = [each for key, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD and key not in shared]
+        signature = signature.replace(parameters=[*own, *shared.values()])
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        named = [key for key, each in signature.parameters.items() if each.kind in _NAMED]
+        unknown = next((key for key in options if key not in named), None)
+        if unknown is None:
+            raise ConfigError(f"environment.options: {name}: {error}; add it") from error
+        fix = nearest(unknown, named, "environment.options.") if named else "it has none"
+        raise ConfigError(f"environment.options.{unknown}: is no option of {name}; {fix}") from error
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _check_run(environment: object, name: str, kind: str) -> None:
+    if not callable(getattr(environment, "run", None)):
+        raise ConfigError(f"environment {name!r}: a {kind} has no `async def run(task, client)`; see docs/environments.md")
 
 
 def can_resume(environment: Environment) -> bool:
@@ -96,9 +161,7 @@ class HostedEnvironment:
         self.places = asyncio.Semaphore(concurrency) if concurrency else None
         """Episodes at once; `run_episode` takes one before the episode's time begins."""
         self._current: Environment | None = _made(make, name)
-        if not callable(getattr(self._current, "run", None)):
-            what = type(self._current).__name__
-            raise ConfigError(f"environment {name!r}: a {what} has no `async def run(task, client)`; see docs/environments.md")
+        _check_run(self._current, name, type(self._current).__name__)
         self.can_resume = can_resume(self._current)
         self.may_idle = bool(getattr(self._current, "may_idle", False))
         """It may wait long between generate calls, as for people, without being taken to hang."""

@@ -5,53 +5,51 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
+import time
 from typing import TYPE_CHECKING, Any
 
+from headrace.envs.program import inherited_variables
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
     from mcp import Client
 
 _ALIVE_SECONDS = 30.0
-"""Within which a server lists its tools; one that runs a long tool in its event loop is not dead."""
+"""Within which an open server lists its tools; one that runs a long tool in its event loop is not dead."""
+_CHECK_SECONDS = 5.0
+"""How long a server that answered is taken to be alive, when an episode begins."""
 
 
 class McpServer:
     """A server by its URL or its command. It is opened when first needed, and again when it has ended."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, timeout: float) -> None:
+        """It has `timeout` seconds to start and to list its tools."""
         try:
             import mcp  # noqa: F401
         except ImportError as error:
             problem = f"environment.tools = 'mcp:{address}': the package mcp is not installed"
             raise ConfigError(f"{problem}; pip install headrace[mcp]") from error
         self._address = address
-        self._client: asyncio.Future[Client] | None = None
+        self._command = [] if address.startswith(("http://", "https://")) else _command(address)
+        self._timeout, self._answered = timeout, 0.0
+        self._opened: asyncio.Future[tuple[Client, list[dict[str, Any]]]] | None = None
         self._holder: asyncio.Task[None] | None = None
 
     async def tools(self) -> list[dict[str, Any]]:
         """Their schemas, in OpenAI's form."""
-        client, found, cursor = await self._open(), list[Any](), None
-        if not await _is_alive(client):
-            await self._drop(client)
-            client = await self._open()
-        while True:
-            page = await client.list_tools(cursor=cursor)
-            found += page.tools
-            cursor = page.next_cursor
-            if not cursor:
-                break
-        return [
-            {
-                "type": "function",
-                "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
-            }
-            for tool in found
-        ]
+        client, schemas = await self._open()
+        if time.monotonic() - self._answered > _CHECK_SECONDS:
+            if not await _is_alive(client):
+                await self._drop(client)
+                _, schemas = await self._open()
+            self._answered = time.monotonic()
+        return schemas
 
     async def call(self, name: str, /, **arguments: Any) -> str:  # noqa: ANN401  (what the policy wrote)
         """The text of the result; an error of the tool raises."""
-        client = await self._open()
+        client, _ = await self._open()
         try:
             result = await client.call_tool(name, arguments)
         except Exception:
@@ -63,23 +61,34 @@ class McpServer:
             raise RuntimeError(text)
         return text
 
-    async def _open(self) -> Client:
-        """Woken by the task that holds the connection, since it must be closed by the task that opened it."""
-        if self._client is None or self._holder is None or self._holder.done() or self._client.get_loop() is not _loop():
-            self._client = _loop().create_future()
-            self._holder = _loop().create_task(self._hold(self._client))
-        return await asyncio.shield(self._client)
+    async def _open(self) -> tuple[Client, list[dict[str, Any]]]:
+        """The connection and its tools. Woken by the task that holds it, since it must be closed by the task that opened it."""
+        if self._opened is None or self._holder is None or self._holder.done() or self._opened.get_loop() is not _loop():
+            self._opened = _loop().create_future()
+            self._holder = _loop().create_task(self._hold(self._opened))
+        opened = self._opened
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await asyncio.shield(opened)
+        except TimeoutError as error:
+            if self._opened is opened:
+                await self.close()
+            raise ConnectionError(
+                f"the MCP server {self._address!r} did not start and list its tools within {self._timeout:g} s; "
+                "environment.options.tool_timeout sets how long it may take"
+            ) from error
 
-    async def _hold(self, opened: asyncio.Future[Client]) -> None:
+    async def _hold(self, opened: asyncio.Future[tuple[Client, list[dict[str, Any]]]]) -> None:
         from mcp import Client, StdioServerParameters
 
         server: Any = self._address
-        if not self._address.startswith(("http://", "https://")):
-            command, *arguments = shlex.split(self._address)
-            server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ), cwd=os.getcwd())
+        if self._command:
+            command, *arguments = self._command
+            server = StdioServerParameters(command=command, args=arguments, env=inherited_variables(), cwd=os.getcwd())
         try:
             async with Client(server) as client:
-                opened.set_result(client)
+                opened.set_result((client, await _list_tools(client)))
+                self._answered = time.monotonic()
                 await asyncio.Event().wait()
         except Exception as error:
             if opened.done():
@@ -89,14 +98,43 @@ class McpServer:
 
     async def _drop(self, client: Client) -> None:
         """Close this connection, unless another episode has done so and opened the next."""
-        if self._client is not None and self._client.done() and self._client.result() is client:
+        if self._opened is not None and self._opened.done() and self._opened.result()[0] is client:
             await self.close()
 
     async def close(self) -> None:
-        holder, self._holder, self._client = self._holder, None, None
+        holder, self._holder, self._opened = self._holder, None, None
         if holder is not None and holder.get_loop() is _loop():
             holder.cancel()
             await asyncio.wait({holder}, timeout=10.0)
+
+
+def _command(address: str) -> list[str]:
+    """The program and its arguments."""
+    try:
+        command = shlex.split(address)
+    except ValueError as error:
+        raise ConfigError(f"environment.tools = 'mcp:{address}': {error}") from error
+    if not command or shutil.which(command[0]) is None:
+        what = f"there is no program {command[0]!r}" if command else "no program is named"
+        raise ConfigError(f"environment.tools = 'mcp:{address}': {what}; write mcp:COMMAND or mcp:https://…")
+    return command
+
+
+async def _list_tools(client: Client) -> list[dict[str, Any]]:
+    found, cursor = list[Any](), None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        found += page.tools
+        cursor = page.next_cursor
+        if not cursor:
+            break
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+        }
+        for tool in found
+    ]
 
 
 async def _is_alive(client: Client) -> bool:

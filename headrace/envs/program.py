@@ -28,6 +28,11 @@ _OURS = "HEADRACE_"
 """Variables with this start may hold tokens, and no program gets them."""
 
 
+def inherited_variables() -> dict[str, str]:
+    """The environment variables of programs that work for episodes."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+
+
 class ProgramAgent(AgentEnvironment):
     """Starts a command for each task, in a process group of its own, with `OPENAI_BASE_URL`, `OPENAI_API_KEY` and the row as
     JSON on its standard input. When the episode ends, all of the group is killed. Stdout is thrown away, and of stderr only the
@@ -40,7 +45,6 @@ class ProgramAgent(AgentEnvironment):
             raise ConfigError(f"environment.command = {list(command)}: there is no program {self._command[0]!r}")
 
     async def act(self, session: Session) -> None:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         reading, writing = os.pipe()
         pipe = os.fdopen(reading, "rb", buffering=0)
         try:
@@ -52,7 +56,7 @@ class ProgramAgent(AgentEnvironment):
                     stdin=task,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=writing,  # a pipe of asyncio's would keep `wait` waiting for children that have it too
-                    env={**inherited, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key},
+                    env={**inherited_variables(), "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key},
                     start_new_session=True,  # Ctrl-C in the terminal must not reach it, and what it starts is killed with it
                 )
         except BaseException:

@@ -66,7 +66,7 @@ class Toolbox:
         if isinstance(given, str) and given.startswith(MCP):
             from headrace.envs.mcp_server import McpServer
 
-            self._servers.append(McpServer(given.removeprefix(MCP)))
+            self._servers.append(McpServer(given.removeprefix(MCP), timeout=self._timeout))
             return
         found = import_name(given, setting="environment.tools") if isinstance(given, str) else given
         if isinstance(found, type):

@@ -13,6 +13,7 @@ import json
 import math
 import time
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -90,7 +91,8 @@ class Turns:
     def __init__(self, encoder: PromptEncoder) -> None:
         self._encoder, self.tokenizer = encoder, encoder.tokenizer
         self.skips_special = not has_special_markers(self.tokenizer)
-        self.special = {id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        special = {id: token.content for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self.special, self._special_texts = set(special), tuple(special.values())
 
     def answer(self, history: History, rollout: Rollout) -> Message:
         """The policy's tokens after the history, as an assistant's message. Arguments of calls are objects, as templates expect
@@ -113,6 +115,21 @@ class Turns:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         message["content"] = content
         return {**message, "tool_calls": calls} if calls else message
+
+    def reads_calls(self, tools: Sequence[Any], variables: dict[str, Any]) -> bool:
+        """Whether a call is found again in what the chat template prints of it."""
+        asked: Message = {"role": "user", "content": "?"}
+        call = {"name": "look", "arguments": {"at": "it"}}
+        said = {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": call}]}
+        history = History.of_prompt([asked], 0, tools=tools, variables=variables)
+        try:
+            before, whole = self._render([asked], history), self._render([asked, said], history, answers=False)
+        except TemplateError:
+            return False
+        printed = whole[len(commonprefix([before, whole])) :].rstrip()  # noqa: RUF071  (texts, not paths)
+        ids = self._encoder.tokens(printed)
+        found = self.answer(history, Rollout.from_prompt(ids, id="call")) if ids else {}
+        return [each["function"] for each in found.get("tool_calls", ())] == [call]
 
     def template(self, history: History) -> str:
         tools: Any = list(history.tools) or None
@@ -151,8 +168,12 @@ class Turns:
         if added is None:
             return None
         text, end = added
+        for number, call in enumerate(answer.get("tool_calls", ())):  # some templates name the function that replies
+            text = text.replace(f"{_CALL}{number}☉", call["function"]["name"])
         ids, sources = self._tokens(text, messages)
-        for num_sampled in range(len(self._encoder.tokens(end)), 0, -1):  # of what ends a turn, the policy sampled the start
+        num_end = len(self._encoder.tokens(end))
+        num_end += num_end < len(ids) and ids[num_end] in self.special  # what begins the next turn ends GLM's
+        for num_sampled in range(num_end, 0, -1):  # of what ends a turn, the policy sampled the start
             is_sampled = rollout.is_sampled[len(rollout) - num_sampled :]
             if is_sampled.all() and rollout.token_ids[-num_sampled:].tolist() == ids[:num_sampled]:
                 ids, sources = ids[num_sampled:], sources[num_sampled:]
@@ -194,7 +215,8 @@ class Turns:
         place = new.find(end, at, len(closed) if is_left else len(new)) if end else -1
         if place >= 0:
             return new[place:], end
-        return (new[len(closed) :], "") if is_left else None
+        last = next((text for text in self._special_texts if closed.endswith(text)), "")
+        return (new[len(closed) - len(last) :], last) if is_left else None
 
     def _render(self, messages: Sequence[Message], history: History, *, answers: bool = True) -> str:
         """Arguments of calls are objects in most templates, and JSON in some."""
@@ -270,7 +292,7 @@ def _stand_in(answer: Message) -> tuple[Message, list[str]]:
         if not content:
             stand_in["content"] = ""
             marks.remove(_CONTENT)
-        names = [f"{_CALL}{number}" for number in range(len(answer["tool_calls"]))]
+        names = [f"{_CALL}{number}☉" for number in range(len(answer["tool_calls"]))]
         calls = [
             {**call, "function": {"name": name, "arguments": {}}}
             for call, name in zip(answer["tool_calls"], names, strict=True)

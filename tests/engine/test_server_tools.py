@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from test_server import END, NAME, Bench, Broken, serving
 
 from headrace.engine import Increment
 from headrace.engine.request import append_call
-from headrace.engine.server.tool_calls import ToolCallReader, parse_call
+from headrace.engine.server.tool_calls import MARKED, ToolCallReader, parse_call, read_calls
 from headrace.model.tiny import build_tokenizer
 from headrace.records import Call, FinishReason, Rollout, Sampling
 
@@ -191,6 +193,59 @@ def test_text_is_given_as_soon_as_it_cannot_be_a_marker() -> None:
         "",
     ]
     assert reader.finish() == ("<tool_call", [])
+
+
+PIECES = [
+    "[look(",
+    "a=",
+    "'x'",
+    '"y"',
+    "\\",
+    "'",
+    '"',
+    ")",
+    "]",
+    "{",
+    "}",
+    "call:look{",
+    '<|"|>',
+    ":",
+    ",",
+    " ",
+    "1e999",
+    "[ARGS]",
+]
+PIECES += ["\ud800", "NaN", "look\n", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '{"name": ', '"arguments": ']
+
+
+@pytest.mark.parametrize("form", MARKED)
+def test_whatever_follows_a_marker_is_content_or_calls(form: str) -> None:
+    rng, (shown, opens, closes, _) = random.Random(form), MARKED[form]
+    for _ in range(3000):
+        text = "so " + opens + "".join(rng.choice([*PIECES, opens, closes]) for _ in range(rng.randint(0, 14)))
+        content, calls = read_calls(text, template=shown)
+        assert calls or content == text
+        assert all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in calls)
+
+
+@pytest.mark.parametrize("form", MARKED)
+@pytest.mark.parametrize("piece", [*PIECES, *(form.opens for form in MARKED.values()), "'a", '"\\', "call:a{b", "a=(", "x" * 9])
+def test_reading_takes_time_linear_in_the_text(form: str, piece: str) -> None:
+    shown, opens, closes, _ = MARKED[form]
+    started = time.process_time()
+    for end in ("", closes):
+        read_calls(opens + piece * (400_000 // len(piece)) + end, template=shown)
+    assert time.process_time() - started < 10.0, "quadratic time would be minutes"
+
+
+def test_calls_in_python_are_read() -> None:
+    """What LFM2 writes, though its template prints it otherwise."""
+    written = """[look(at="it's", n=-1.5, all=True, of=['a', {'k': None}], say='a\\'b, c'), go()]"""
+    text = f"<|tool_call_start|>{written}<|tool_call_end|> Wait."
+    content, calls = read_calls(text, template="<|tool_call_start|>")
+    arguments = [json.loads(call["function"]["arguments"]) for call in calls]
+    assert arguments == [{"at": "it's", "n": -1.5, "all": True, "of": ["a", {"k": None}], "say": "a'b, c"}, {}]
+    assert content == " Wait." and [call["function"]["name"] for call in calls] == ["look", "go"]
 
 
 def test_reading_takes_time_in_proportion_to_the_text() -> None:

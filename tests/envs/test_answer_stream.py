@@ -28,6 +28,11 @@ TEXTS = (
     '{"name": "add", "parameters": {"a": 1}}',
     ' [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
     "text [TOOL_CALLS] no list",
+    'see [TOOL_CALLS]add[ARGS]{"a": 1}',
+    "see  <|tool_call_start|>[add(a=1)]<|tool_call_end|> and after ",
+    "<|tool_call_start|>[add(a=",
+    "see <|tool_call>call:add{a:1}<tool_call|>and after",
+    "see\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call> and after",
     "naïve 日本語 🙂🙂 text STOP more",
     "",
 )

@@ -17,7 +17,7 @@ from test_turns import check_trained, client_of
 
 from headrace.algorithms.advantage_estimators import token_rewards
 from headrace.engine.request import append_call
-from headrace.envs import GymnasiumEnvironment, run_episode
+from headrace.envs import EnvironmentSettings, GymnasiumEnvironment, check_environment, run_episode
 from headrace.envs.steps import paid
 from headrace.records import Call, Episode, FinishReason, InfraAbort, Rollout, Sampling
 from headrace.settings import ConfigError
@@ -196,3 +196,22 @@ def test_what_the_turns_are_paid_adds_up_to_the_outcome_on_the_last_token_alone(
     episode = Episode(id="e", group="g", task={}, rollouts=(rollout,))
     (found,) = paid(episode, [("r", 2, 3.0)], step_rewards=True).rollouts
     assert found.step_rewards == ((2, 3.0), (4, -3.0)) and sum(found.rewards.values()) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"id": "headrace-test/Gues-v0"}, "environment.options.id = 'headrace-test/Gues-v0'"),
+        (
+            {"id": "headrace-test/Guess-v0", "max_turnz": 3},
+            r"options.max_turnz: .*did you mean environment.options.max_turns\?",
+        ),
+        ({"id": "headrace-test/Guess-v0", "max_turns": 0}, "environment.options.max_turns"),
+        ({"max_turns": 3}, "missing a required argument: 'id'"),
+    ],
+)
+def test_a_recipe_with_wrong_options_is_refused_before_a_run(options: dict, problem: str) -> None:
+    named = {"name": "headrace.envs:GymnasiumEnvironment"}
+    check_environment(EnvironmentSettings(**named, options={"id": "headrace-test/Guess-v0", "step_rewards": True}))
+    with pytest.raises(ConfigError, match=problem):
+        check_environment(EnvironmentSettings(**named, options=options))

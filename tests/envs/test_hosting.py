@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,8 @@ from helpers import small_run
 from test_turns import client_of
 
 from headrace.config import make_recipe
-from headrace.envs import EnvironmentSettings, HostedEnvironment, SingleTurn, make_environment, run_episode
+from headrace.envs import EnvironmentSettings, HostedEnvironment, SingleTurn, check_environment, make_environment, run_episode
+from headrace.imports import import_name
 from headrace.launch.inputs import UserInputs, check_inputs, fingerprint_inputs
 from headrace.model.tiny import build_tokenizer
 from headrace.records import Episode, FinishReason, InfraAbort
@@ -146,6 +148,90 @@ def test_a_recipe_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for settings, more in (({"environment.processes": 2}, {}), ({"environment.processes": 2}, {"tools": [add]})):
         with pytest.raises(ConfigError, match=r"environment.processes = 2"):
             check_inputs(make_recipe(settings), UserInputs(tasks=given.tasks, reward=given.reward, **more))
+
+
+MINE = """
+class Mine:
+    made = 0
+
+    def __init__(self, *, limit, word="a"):
+        Mine.made += 1
+
+    async def run(self, task, client): ...
+
+
+class NoRun:
+    pass
+
+
+def make(limit): ...
+
+
+NUMBER = 5
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        (
+            {"tools": ["mine.py:add"], "options": {"max_turnz": 3}},
+            r"options.max_turnz: .*did you mean environment.options.max_turns\?",
+        ),
+        ({"tools": ["mine.py:add"], "options": {"max_turns": 0}}, r"environment.options.max_turns.*≥ 1"),
+        ({"tools": ["mine.py:add"], "options": {"tools": []}}, r"environment.options.tools: is no option"),
+        (
+            {"name": "mine.py:Mine", "options": {"limits": 3}},
+            r"options.limits: .*mine.py:Mine; did you mean environment.options.limit\?",
+        ),
+        ({"name": "mine.py:Mine"}, r"mine.py:Mine: missing a required argument: 'limit'; add it"),
+        (
+            {"name": "mine.py:make", "options": {"x": 1}},
+            r"options.x: is no option of mine.py:make; there are: environment.options.limit",
+        ),
+        ({"name": "mine.py:NoRun"}, r"mine.py:NoRun': a NoRun has no `async def run"),
+        ({"name": "mine.py:NoRun", "options": {"x": 1}}, r"environment.options.x: is no option of mine.py:NoRun; it has none"),
+        ({"name": "mine.py:NUMBER"}, r"environment.name = 'mine.py:NUMBER': is of type int; name a class"),
+        ({"options": {"max_turns": 3}}, r"environment.options = \{'max_turns': 3\}: single-turn has none"),
+        (
+            {"tools": ["mcp:no-such-server x"]},
+            r"environment.tools = 'mcp:no-such-server x': there is no program 'no-such-server'",
+        ),
+        ({"tools": ["mcp:"]}, r"environment.tools = 'mcp:': no program is named; write mcp:COMMAND"),
+        ({"tools": ["mcp:python 'x"]}, r"environment.tools = 'mcp:python 'x': No closing quotation"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(
+    environment: dict, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if any(tool.startswith("mcp:") for tool in environment.get("tools", ())):
+        pytest.importorskip("mcp")
+    (tmp_path / "mine.py").write_text(MINE + inspect.getsource(add))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=problem):
+        check_environment(EnvironmentSettings(**environment))
+    with pytest.raises(ConfigError, match=problem if len(environment) > 1 or "options" not in environment else "needs none"):
+        check_environment(EnvironmentSettings(**environment, processes=2))
+
+
+def test_right_options_are_accepted_and_nothing_of_the_users_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    check_environment(EnvironmentSettings(name="mine.py:Mine", options={"limit": 3}))
+    check_environment(EnvironmentSettings(name="mine.py:make", options={"limit": 3}))
+    check_environment(EnvironmentSettings(options={"limit": 3}), environment=Moody)
+    check_environment(EnvironmentSettings(options={"max_turns": 3}), tools=[add])
+    assert import_name("mine.py:Mine", setting="x").made == 0
+    with pytest.raises(ConfigError, match=r"options.limits: is no option of Moody"):
+        check_environment(EnvironmentSettings(options={"limits": 3}), environment=Moody)
+    with pytest.raises(ConfigError, match="made already; give its class"):
+        check_environment(EnvironmentSettings(options={"limit": 3}), environment=Moody())
+
+
+def test_a_dry_run_refuses_wrong_options(tmp_path: Path) -> None:
+    given = UserInputs(tasks=[{"prompt": "1"}], reward=lambda completion: 0.0, tools=[add])
+    with pytest.raises(ConfigError, match=r"did you mean environment.options.max_turns\?"):
+        check_inputs(make_recipe({"environment.options": {"max_turnz": 3}}), given)
 
 
 def test_a_run_with_tools(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from headrace.records import FinishReason, InfraAbort, Source
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -274,3 +277,91 @@ async def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
         and first[2].startswith("Error: ")
     )
     assert second == ["4", "2"], "a server that died is started again"
+
+
+async def test_an_mcp_server_that_never_answers_costs_its_episode(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text("import time\ntime.sleep(600)\n")
+    environment = ToolEnvironment([f"mcp:{sys.executable} {tmp_path / 'server.py'}"], tool_timeout=1.0)
+    clients = [client_of(tokenizer_of("qwen2_5"))[0] for _ in range(2)]
+    async with asyncio.timeout(30):
+        episodes = await asyncio.gather(*(run_episode(environment, {"prompt": CHAT}, client) for client in clients))
+    for episode in episodes:
+        assert isinstance(episode.outcome, InfraAbort)
+        assert "did not start and list its tools within 1 s; environment.options.tool_timeout" in episode.outcome.reason
+
+
+COUNTING = """
+import os, sys
+from mcp.server import MCPServer
+
+server = MCPServer("demo")
+list_tools = server.list_tools
+
+async def counted(*arguments, **more):
+    with open(sys.argv[1], "a") as file:
+        file.write("listed ")
+    return await list_tools(*arguments, **more)
+
+server.list_tools = counted
+
+@server.tool()
+def variables() -> str:
+    "Which there are."
+    return " ".join(sorted(os.environ))
+
+if len(sys.argv) > 2:
+    server.run("streamable-http", port=int(sys.argv[2]))
+else:
+    server.run()
+"""
+
+
+async def ask(environment: ToolEnvironment) -> str:
+    client, engine = client_of(tokenizer_of("qwen2_5"))
+    engine.says = [(call("variables") + END, FinishReason.STOP), (f"ok{END}", FinishReason.STOP)]
+    episode = await run_episode(environment, {"prompt": CHAT}, client)
+    assert not isinstance(episode.outcome, InfraAbort), episode.outcome
+    return replies(client.messages(episode.rollouts[-1]))[0]
+
+
+async def test_an_mcp_server_gets_no_token_and_is_asked_for_its_tools_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text(COUNTING)
+    monkeypatch.setenv("HEADRACE_PUSH_TOKENS", "secret")
+    monkeypatch.setenv("MY_OWN", "x")
+    environment = ToolEnvironment([f"mcp:{sys.executable} {tmp_path / 'server.py'} {tmp_path / 'listed'}"])
+    for _ in range(3):
+        found = (await ask(environment)).split()
+        assert "MY_OWN" in found and not any(name.startswith("HEADRACE_") for name in found)
+    assert (tmp_path / "listed").read_text() == "listed "
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """Of a server that listens."""
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text(COUNTING)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(tmp_path / "listed"), str(port)])
+    deadline = time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        server.kill()
+        server.wait()
+
+
+async def test_tools_of_an_mcp_server_by_its_url(url: str, tmp_path: Path) -> None:
+    environment = ToolEnvironment([f"mcp:{url}"])
+    for _ in range(2):
+        assert "PATH" in await ask(environment)
+    assert (tmp_path / "listed").read_text() == "listed "

@@ -4,11 +4,13 @@ rollout's text must be the template's text of all messages; and what the policy 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from os.path import commonprefix
 
 import numpy as np
 import pytest
-from templates import tokenizer_of
+from templates import FOLDER, tokenizer_of
 
 from headrace.engine import PromptTooLong
 from headrace.envs import EngineClient, PromptEncoder
@@ -28,9 +30,20 @@ TOOLS = [
     for name in ("look", "add_up")
 ]
 CALLS = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "llama3_1", "llama3_2"]
+CALLS += ["lfm2_2_5", "lfm2_v2", "glm4moe", "gemma4", "nemotron_3_nano", "mistral_args"]
 """Templates whose form of calls is parsed."""
-CHATS = [*CALLS, "llama3", "gemma", "gemma3", "phi3", "phi3_5", "deepseekv3", "deepseek_r1_distill", "cohere", "lfm2_2_5"]
-REWRITES = {"qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "deepseek_r1_distill", "deepseekv3"}
+CHATS = [*CALLS, "llama3", "gemma", "gemma3", "phi3", "phi3_5", "deepseekv3", "deepseek_r1_distill", "cohere"]
+REWRITES = {
+    "glm4moe",
+    "gemma4",
+    "nemotron_3_nano",
+    "qwen3",
+    "qwen3_5_think",
+    "qwen3_5_nothink",
+    "qwen3_6",
+    "deepseek_r1_distill",
+    "deepseekv3",
+}
 """Templates that drop earlier thinking when the user writes again."""
 WORDS = ["7 + 5", "it is 12.", "ok", "Größe: 3\n\nmore", "<b>x</b>", "a  b", '{"x": [1, 2]}', "naïve 漢字 🙂", "the end"]
 
@@ -113,7 +126,8 @@ def test_a_conversation_is_what_its_template_prints(name: str, seed: int) -> Non
     client, engine = client_of(tokenizer, seed=seed)
     encoder, tools = client.encoder, TOOLS if name in CALLS and rng.random() < 0.7 else ()
     has_system = name not in ("gemma", "deepseek_r1_distill") and rng.random() < 0.5
-    may_think = "reasoning_content" in tokenizer.chat_template and name != "qwen3_5_nothink"
+    may_think = "<think>" in tokenizer.chat_template and "reasoning_content" in tokenizer.chat_template
+    may_think = may_think and name != "qwen3_5_nothink"
     thinks = may_think and (name != "qwen3" or rng.random() < 0.7)
     messages = [{"role": "system", "content": "Be brief."}] * has_system + [{"role": "user", "content": rng.choice(WORDS)}]
 
@@ -124,7 +138,11 @@ def test_a_conversation_is_what_its_template_prints(name: str, seed: int) -> Non
         for _ in range(5):
             said = answer(rng, name, calls=bool(tools) and rng.random() < 0.6, thinks=thinks)
             text = as_written(encoder, messages, said, tools=tools)
-            ending = min((s for s in tokenizer.all_special_tokens if s in text), key=text.index)
+            if name == "glm4moe":  # whose turns end with the next one's start
+                text += "<|observation|>" if "tool_calls" in said else "<|user|>"
+            inside = ("<|tool_call", "<tool_call|>", '<|"|>', "[TOOL_CALLS]", "[ARGS]")
+            endings = (s for s in tokenizer.all_special_tokens if s in text and not s.startswith(inside))
+            ending = min(endings, key=text.index)
             text = text[: text.index(ending) + len(ending)]
             is_cut = rng.random() < 0.3  # the policy does not get to the token that ends its turn
             engine.says = [
@@ -268,3 +286,75 @@ def test_tools_that_the_template_does_not_show_are_refused() -> None:
     client, _ = client_of(tokenizer_of("llama3"))
     with pytest.raises(ConfigError, match="does not show tools"):
         client.chat([{"role": "user", "content": "hi"}], tools=TOOLS)
+
+
+@pytest.mark.parametrize("name", ["gptoss", "muse_glimmer", "lfm2"])
+def test_calls_that_would_not_be_read_are_refused(name: str) -> None:
+    """An episode would end at its first call, and be scored. LFM2's first template prints no call at all."""
+    client, _ = client_of(tokenizer_of(name))
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=r"calls are not read .*Qwen, GLM, Llama 3, Mistral, LFM2, Gemma 4; set model.chat_template"
+        ):
+            client.chat([{"role": "user", "content": "hi"}], tools=TOOLS)
+
+
+UNREAD = {"gptoss", "muse_glimmer", "lfm2"}
+SHOWN = [
+    path.stem
+    for path in sorted(FOLDER.glob("*.jinja"))
+    if not path.stem.endswith("_training")
+    and path.stem not in UNREAD
+    and "tools" in path.read_text().replace("builtin_tools", "")
+]
+ARGUMENTS = [
+    {"a": "7 + 5"},
+    {"a": 'it\'s "so"\n\n<b>x</b> (y=1), [z]: {w}', "n": "-3"},
+    {"a": "naïve 漢字 🙂", "key": "None"},
+    {},
+    {"n": -3, "x": 1.5, "yes": True, "o": {"k": [1, {"m": "v"}], "t": "it's"}},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("name", [*SHOWN, "mistral_list", "mistral_args"])
+def test_a_call_is_read_as_the_template_prints_it(name: str, arguments: dict) -> None:
+    client, engine = client_of(tokenizer_of(name))
+    asked = [{"role": "user", "content": "hi"}]
+    try:
+        chat = client.chat(asked, tools=TOOLS)
+    except ConfigError as error:
+        pytest.skip(str(error)) if "does not show tools" in str(error) else pytest.fail(str(error))
+    made = [{"name": "look", "arguments": arguments}, {"name": "add_up", "arguments": {"a": "1"}}][
+        : 1 if "llama" in name else 2
+    ]
+    said = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": f"call{n:05d}", "type": "function", "function": f} for n, f in enumerate(made)],
+    }
+    before = client.encoder.render(asked, tools=TOOLS)
+    whole = client.encoder.render([*asked, said], tools=TOOLS, answers=False)
+    text = whole[len(commonprefix([before, whole])) :].rstrip()  # noqa: RUF071  (texts, not paths)
+    engine.says = [(text, FinishReason.STOP)]
+    read = asyncio.run(chat.generate())
+    found = [call["function"] for call in read["tool_calls"]]
+    if (
+        "<parameter=" in client.encoder.tokenizer.chat_template or "<arg_key>" in client.encoder.tokenizer.chat_template
+    ):  # values are texts
+        arguments = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        found = [{**f, "arguments": {k: v.replace("True", "true") for k, v in f["arguments"].items()}} for f in found]
+    assert found == [{"name": "look", "arguments": arguments}, *made[1:]] and not read["content"]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_reply_that_names_its_function_follows_the_call(is_cut: bool) -> None:
+    """Gemma 4's turn goes on: the token that ends its call is the first of the reply."""
+    client, engine = client_of(tokenizer_of("gemma4"))
+    chat = client.chat([{"role": "user", "content": "hi"}], tools=TOOLS)
+    text = '<|tool_call>call:look{a:<|"|>1<|"|>}<tool_call|><|tool_call>call:add_up{}<tool_call|>'
+    read = say(client, engine, chat, text + "<|tool_response>" * (not is_cut))
+    chat.append(*({"role": "tool", "tool_call_id": call["id"], "content": "seen"} for call in read["tool_calls"]))
+    assert engine.tokenizer.decode(chat.rollout.token_ids.tolist()) == client.encoder.render(chat.messages, tools=TOOLS)
+    assert len(chat.rollouts) == 1 and "response:add_up{" in client.text(chat.rollout)
+    check_trained(chat.rollouts, engine)
