@@ -128,6 +128,12 @@ class EngineKind:
         )
         return memory, 0
 
+    def gpu_memory(self, recipe: Recipe, shape: ModelShape, *, context: int) -> EngineMemory:
+        """On each GPU of an engine, wherever that is; without a KV cache whose size is still to be chosen there."""
+        from headrace.engine.native.engine_memory import predict_engine_memory
+
+        return predict_engine_memory(shape, recipe.engine, dtype=recipe.model.dtype, context=context, free=0)
+
     # Engines
 
     def make_inline(

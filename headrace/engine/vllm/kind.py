@@ -130,14 +130,26 @@ class VllmKind(EngineKind):
         elif not total:
             server = weights + (cpu_cache_gigabytes() << 30) + 2 * native.process
         elif "kv_cache_memory_bytes" in arguments:
-            shards = recipe.engine.vllm.gpus_per_server // int(arguments.get("data_parallel_size", 1))
-            server = weights // shards + int(arguments["kv_cache_memory_bytes"])
+            server = weights // recipe.engine.vllm.shards + int(arguments["kv_cache_memory_bytes"])
         else:
             share = gpu_share(recipe, 0, held=weights + native.staging, total=total)
             server = int(float(arguments.get("gpu_memory_utilization", share)) * total)
         if on_gpu and choose_handover(recipe, device="cuda") == "folder":
             weights = 0  # it holds them in the host's memory
         return EngineMemory(weights=weights, staging=weights, cache=0, steps=0, process=native.process), server
+
+    def gpu_memory(self, recipe: Recipe, shape: ModelShape, *, context: int) -> EngineMemory:
+        native, settings = super().gpu_memory(recipe, shape, context=context), recipe.engine.vllm
+        if settings.urls:
+            return EngineMemory(weights=0, staging=0, cache=0, steps=0, process=0)
+        is_beside = settings.gpus_per_server == 1 and choose_handover(recipe, device="cuda") == "ipc"
+        return EngineMemory(
+            weights=native.weights // settings.shards,
+            staging=2 * native.weights if is_beside else 0,  # the engine's process has them there
+            cache=int(settings.arguments.get("kv_cache_memory_bytes", 0)),
+            steps=0,
+            process=0,
+        )
 
     async def open(
         self, recipe: Recipe, model_path: str, place: EnginePlace, *, sync: WeightSync, timeline: Timeline

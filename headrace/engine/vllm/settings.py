@@ -93,6 +93,11 @@ class VllmSettings:
     def gpus_per_server(self) -> int:
         return math.prod(int(self.arguments.get(name, 1)) for name in PARALLEL)
 
+    @property
+    def shards(self) -> int:
+        """Among which a server's weights are divided."""
+        return self.gpus_per_server // int(self.arguments.get("data_parallel_size", 1))
+
     def identity(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Without the arguments that may change when a run is resumed."""
         return {"arguments": {key: value for key, value in settings["arguments"].items() if key not in _PLACEMENT}}
