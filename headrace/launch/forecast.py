@@ -20,6 +20,7 @@ from headrace.launch.placement import (
     lends,
     ranks_here,
     receiving_device,
+    versions_for_servers,
 )
 from headrace.model import (
     ModelError,
@@ -68,6 +69,8 @@ class Forecast:
     """Memory of the vLLM server behind an engine's process, on the same device."""
     most_blocks: int = 0
     """The most KV blocks an engine can use at once; 0 if unknown."""
+    host: int = 0
+    """Of a run on GPUs: what the processes of engines here, and the files for their servers, take of this host's memory."""
 
     @property
     def trainer_process(self) -> int:
@@ -157,7 +160,10 @@ def forecast_memory(
         num_parameters=num_parameters,
         publishing=published.trainer,
     )
-    return Forecast(recipe, trainer, engine, published, server, most_blocks)
+    host = engines_here(recipe) * engine.host
+    if host:
+        host += versions_for_servers(recipe, device=device) * published_bytes
+    return Forecast(recipe, trainer, engine, published, server, most_blocks, host)
 
 
 def _trainer_memory(
@@ -189,9 +195,7 @@ def _trainer_memory(
     )
 
 
-def _with_adapter(
-    engine: EngineMemory, recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, on_gpu: bool
-) -> EngineMemory:
+def _with_adapter(engine: EngineMemory, recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, on_gpu: bool) -> EngineMemory:
     width, places = bytes_per_number(recipe.model.dtype), adapter_places(recipe.partial)
     size = sum(map(math.prod, shapes.values())) * width
     older = size * (places - 1) if on_gpu else 0  # not released while the engine sleeps

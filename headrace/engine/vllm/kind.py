@@ -134,9 +134,10 @@ class VllmKind(EngineKind):
         else:
             share = gpu_share(recipe, 0, held=weights + native.staging, total=total)
             server = int(float(arguments.get("gpu_memory_utilization", share)) * total)
+        host = 0
         if on_gpu and choose_handover(recipe, device="cuda") == "folder":
-            weights = 0  # it holds them in the host's memory
-        return EngineMemory(weights=weights, staging=weights, cache=0, steps=0, process=native.process), server
+            weights, host = 0, weights if recipe.lora.is_on else 2 * weights
+        return EngineMemory(weights=weights, staging=weights, cache=0, steps=0, process=native.process, host=host), server
 
     def gpu_memory(self, recipe: Recipe, shape: ModelShape, *, context: int) -> EngineMemory:
         native, settings = super().gpu_memory(recipe, shape, context=context), recipe.engine.vllm
