@@ -90,8 +90,9 @@ class EngineKind:
         return [self._sizes(settings, max_tokens=max_tokens, counted="engine.count")]
 
     def _sizes(self, settings: EngineSettings, *, max_tokens: int, counted: str) -> str:
+        count = self.num_engines(settings) or "each that joins"
         return (
-            f"engine     {self.num_engines(settings)} × {settings.slots} rollouts decoded at once ({counted}, engine.slots), "
+            f"engine     {count} × {settings.slots} rollouts decoded at once ({counted}, engine.slots), "
             f"{max_tokens} new tokens each at most"
         )
 

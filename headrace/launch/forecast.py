@@ -278,7 +278,7 @@ def _describe_engines(recipe: Recipe, shape: ModelShape, *, context: int) -> lis
     counted = ", ".join(f"{part} {size / 1e9:,.1f}" for part, size in parts.items() if size)
     further = " and ".join(part for part in ("KV cache", "temporaries") if not parts[part])
     return [
-        f"memory     {memory.total / 1e9:,.1f} GB on each GPU of {recipe.engine.num_engines} engines, predicted: {counted}"
+        f"memory     {memory.total / 1e9:,.1f} GB on each GPU of {recipe.engine.count or 'the'} engines, predicted: {counted}"
         f"{f'; {further} not counted' if further else ''}{_too_large(recipe, memory.total)}"
     ]
 

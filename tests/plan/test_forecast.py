@@ -73,6 +73,7 @@ def test_prompts_that_cannot_be_encoded_are_passed_over() -> None:
         ({"staleness.max_lag": 1}, 0, 64 * 3 + 18),
         ({"staleness.max_lag": 1, "engine.slots": 40}, 0, 40 * 3 + 12),
         ({"staleness.max_lag": 1, "engine.count": 2}, 0, 32 * 3 + 10),
+        ({"staleness.max_lag": 1, "engine.count": 0, "cluster.listen": "127.0.0.1:0"}, 0, 64 * 3 + 18),
         ({"staleness.max_lag": 0, "partial.oversample": 1.5, "partial.cancel": "over_age"}, 0, 48 * 3 + 14),
         ({"staleness.gate": "none"}, 0, 256 * 3 + 66),
         ({"staleness.max_lag": 0}, 8, 48 * 3 + 14),

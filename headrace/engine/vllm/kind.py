@@ -86,7 +86,7 @@ class VllmKind(EngineKind):
     def check_machine(self, recipe: Recipe, *, device: str) -> None:
         from headrace.engine.vllm.server import choose_python, find_vllm
 
-        if recipe.is_on_ray:  # no server is on this machine
+        if recipe.engines_join:  # no server is on this machine
             return
         cpu_cache_gigabytes()
         choose_handover(recipe, device=device)
@@ -163,7 +163,7 @@ class VllmKind(EngineKind):
 def choose_handover(recipe: Recipe, *, device: str) -> str:
     """`engine.vllm.handover`, with `auto` resolved."""
     settings = recipe.engine.vllm
-    wanted = "folder" if recipe.is_on_ray else settings.handover
+    wanted = "folder" if recipe.engines_join else settings.handover
     if wanted == "folder" or (wanted == "auto" and (device != "cuda" or settings.urls or recipe.lora.is_on)):
         return "folder"
     setting = f"engine.vllm.handover = '{wanted}'"
@@ -228,7 +228,7 @@ def visible_to(recipe: Recipe, place: EnginePlace) -> str:
 
 def gpu_share(recipe: Recipe, index: int, *, held: int, total: int) -> float:
     """A vLLM server's share of GPU memory on this host; `held` is how many bytes its engine's process holds there."""
-    if recipe.is_on_ray:
+    if recipe.engines_join:
         return WHOLE_GPU
     firsts = [gpus_of(recipe, each, count=num_gpus())[0] for each in range(recipe.engine.count)]
     num_servers = firsts.count(firsts[index])

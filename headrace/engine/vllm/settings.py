@@ -53,7 +53,7 @@ _REPEATED = ("middleware",)
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """For `engine.kind = "vllm"`: servers that already run, or are started on this machine."""
+    """For `engine.kind = "vllm"`: servers that already run, or are started beside each engine's process."""
 
     python: str = field(default="", metadata=OPERATIONAL)
     """Python interpreter of an environment with vLLM; empty takes the variable HEADRACE_VLLM_PYTHON, then this one."""
