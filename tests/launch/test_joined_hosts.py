@@ -679,6 +679,36 @@ def test_ranks_of_one_node_fetch_a_checkpoint_once(monkeypatch, tmp_path):
         each.join(30)
 
 
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_a_checkpoint_crosses_to_several_hosts_side_by_side(monkeypatch, tmp_path, way):
+    both = threading.Barrier(2, timeout=10)
+    busy: set[str] = set()
+
+    class Far:
+        def __init__(self, name: str) -> None:
+            self.name, self.offer = name, SimpleNamespace(passing=str(tmp_path / name))
+
+        def work(self, *_: object, deadline: float) -> None:
+            assert self.name not in busy, "ranks of one host take turns"
+            busy.add(self.name)
+            both.wait()
+            busy.remove(self.name)
+
+        fetch = deliver = work
+        remove = staticmethod(lambda place, *, deadline: None)
+
+    async def collect(*_: object) -> list[dict[str, list[int]]]:
+        return [{}] * 4
+
+    async def main() -> None:
+        trainer = JoinedTrainer([Rank(Far(name)) for name in "abab"], deadline=60)
+        monkeypatch.setattr(trainer, "_collect", collect)
+        monkeypatch.setattr("headrace.trainer.RemoteTrainer.load", collect)
+        await (trainer._saved(tmp_path, []) if way == "save" else trainer.load(tmp_path))
+
+    asyncio.run(main())
+
+
 def test_frozen_models_of_the_trainer_cross_to_its_hosts_alone(model, tiny_model, monkeypatch, tmp_path):
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     run = Run(model, takes_trainer=True, frozen=(tiny_model, "a/teacher-of-the-hub"))
