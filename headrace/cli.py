@@ -316,9 +316,9 @@ def _check_inputs(recipe: Recipe) -> None:
 
             print(describe_adapter(recipe))
         if train.parallel.is_on:
-            from headrace.launch import describe_ranks
+            from headrace.launch import describe_memory
 
-            print(describe_ranks(recipe))
+            print(describe_memory(recipe))
         if (train.loss, train.advantage, train.constants) != (usual.loss, usual.advantage, usual.constants):
             from headrace.algorithms import check_loss
             from headrace.launch import check_columns

@@ -151,6 +151,9 @@ def test_every_section_is_documented() -> None:
         ({"train.batch": 4}, "train.batch = 4: not a multiple of group_size = 8; try 8"),
         ({"train.group_size": 1}, "train.group_size = 1: must be ≥ 2"),
         ({"train.batch": 0}, "train.batch = 0: must be ≥ 1"),
+        ({"engine.count": -1}, "engine.count = -1: must be ≥ 0"),
+        ({"engine.count": 0}, "engine.count = 0: hosts must join with engines"),
+        ({"engine.count": 0, "orchestrate": "ray", "cluster.listen": "h:1"}, "engine.count = 0: hosts must join with engines"),
         ({"engine.sleep": "cache"}, "engine.sleep = 'cache': engines that generate while the trainer trains cannot sleep"),
         ({"engine.sleep": "weights", "buffer.kind": "stream"}, "engine.sleep = 'weights': engines that generate"),
         (

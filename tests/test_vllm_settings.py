@@ -283,8 +283,11 @@ def test_servers_have_the_gpus_that_no_trainer_has(monkeypatch, tmp_path) -> Non
         choose_handover(make_recipe({**to_dict(far), "engine.vllm.handover": "nccl"}), device="cuda")
     ray = make_recipe({**two, "orchestrate": "ray", "cluster.listen": "h:1", "engine.vllm.handover": "nccl"})
     assert (choose_handover(ray, device="cuda"), choose_transport(ray)) == ("folder", "http")
-    assert gpu_share(ray, 0, held=10, total=100) == 0.92
-    check_engine(ray)
+    joins = make_recipe({**two, "engine.count": 0, "cluster.listen": "h:1", "engine.vllm.handover": "nccl"})
+    assert choose_handover(joins, device="cuda") == "folder"
+    for each in (ray, joins):
+        assert gpu_share(each, 0, held=10, total=100) == 0.92
+        check_engine(each)
 
 
 def test_handovers_that_the_gpus_do_not_allow_are_refused(monkeypatch) -> None:

@@ -146,16 +146,15 @@ def _rows(seconds: Mapping[str, float], *, tokens: int) -> list[Row]:
     """A trainer on each core does twice the work of two ranks."""
     peer = {"FSDP2": seconds["FSDP2 alone"] / 2 / seconds["FSDP2"]} if "FSDP2" in seconds else {}
     bound = seconds["alone"] / 2
-    goal: dict[str, Any] = {"goal": "≥ 0.85", "bound": 1.0}
     rows = [
         Row("one rank alone", tokens / seconds["one"], "tokens/s"),
         Row("two trainers at once", 2 * tokens / seconds["alone"], "tokens/s", bound=2 * tokens / seconds["one"]),
         Row("two ranks, sharded", tokens / seconds["sharded"], "tokens/s", bound=tokens / bound),
-        Row("sharded ÷ two trainers at once", bound / seconds["sharded"], "ratio", peers=peer, **goal),
-        Row("sharded ÷ twice one alone", seconds["one"] / 2 / seconds["sharded"], "ratio", bound=1.0),
+        Row("sharded ÷ two trainers at once", bound / seconds["sharded"], "ratio", peers=peer, bound=1.0),
+        Row("sharded ÷ twice one alone", seconds["one"] / 2 / seconds["sharded"], "ratio", goal="≥ 0.85", bound=1.0),
     ]
     if "replicated" in seconds:
-        rows.append(Row("replicated ÷ two trainers at once", bound / seconds["replicated"], "ratio", **goal))
+        rows.append(Row("replicated ÷ two trainers at once", bound / seconds["replicated"], "ratio", bound=1.0))
     return rows
 
 

@@ -92,12 +92,19 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"filter.max_tied = {recipe.filter.max_tied:g}: an episode alone is never tied; set buffer.unit = 'group'"
     if recipe.sampler.is_learnable and recipe.train.group_size < 2:
         yield "sampler.kind = 'learnable': a task is judged by how siblings differ; set train.group_size to 2 or more"
+    yield from _problems_with_places(recipe)
+
+
+def _problems_with_places(recipe: Recipe) -> Iterator[str]:
+    engine = recipe.engine
     if recipe.is_on_ray and not recipe.cluster.listen:
         yield "orchestrate = 'ray': set cluster.listen to HOST:0, with the address of this host that Ray's nodes reach"
     if recipe.cluster.trainer_joins and not recipe.cluster.listen:
         yield "cluster.trainer_joins = true: set cluster.listen to HOST:PORT, where the trainer's hosts join"
     if recipe.cluster.listen and recipe.is_inline:
         yield f"cluster.listen = {recipe.cluster.listen!r}: orchestrate = 'inline' has one engine; set it to 'local'"
+    if not engine.count and (recipe.is_on_ray or recipe.is_inline or not recipe.cluster.listen):
+        yield "engine.count = 0: hosts must join with engines (orchestrate = 'local', cluster.listen); set it to 1 or more"
     if engine.max_count and not recipe.is_on_ray:
         yield f"engine.max_count = {engine.max_count}: only Ray finds room for more engines; set orchestrate = 'ray'"
     if engine.count > 1 and recipe.is_inline:

@@ -120,6 +120,11 @@ class Recipe:
         return self.orchestrate == "ray"
 
     @property
+    def engines_join(self) -> bool:
+        """Whether all engines are on hosts that join, and none on the launcher's."""
+        return self.is_on_ray or not self.engine.count
+
+    @property
     def trainer_joins(self) -> bool:
         """Whether the trainer's ranks are on hosts that join, and not on the launcher's."""
         return self.is_on_ray or self.cluster.trainer_joins
@@ -166,7 +171,7 @@ class Recipe:
             parallel = self.train.parallel
             layout = f" of {parallel.replicate} × {parallel.shard} ranks (train.parallel)" if parallel.is_on else ""
             spare = " and a spare one on the trainer's device (engine.lend)" if self.engine.lend else ""
-            engines = f"{self.engine.num_engines} engine(s){spare}"
+            engines = f"{self.engine.num_engines if self.engine.count else 'joining'} engine(s){spare}"
             rows.append(f"processes  launcher, {engines}, trainer{layout} (orchestrate = '{self.orchestrate}')")
         return rows
 

@@ -90,8 +90,9 @@ class EngineKind:
         return [self._sizes(settings, max_tokens=max_tokens, counted="engine.count")]
 
     def _sizes(self, settings: EngineSettings, *, max_tokens: int, counted: str) -> str:
+        count = self.num_engines(settings) or "each that joins"
         return (
-            f"engine     {self.num_engines(settings)} × {settings.slots} rollouts decoded at once ({counted}, engine.slots), "
+            f"engine     {count} × {settings.slots} rollouts decoded at once ({counted}, engine.slots), "
             f"{max_tokens} new tokens each at most"
         )
 
@@ -127,6 +128,12 @@ class EngineKind:
             shape, recipe.engine, dtype=dtype, context=context, free=free, most_blocks=most_blocks, on_gpu=on_gpu
         )
         return memory, 0
+
+    def gpu_memory(self, recipe: Recipe, shape: ModelShape, *, context: int) -> EngineMemory:
+        """On each GPU of an engine, wherever that is; without a KV cache whose size is still to be chosen there."""
+        from headrace.engine.native.engine_memory import predict_engine_memory
+
+        return predict_engine_memory(shape, recipe.engine, dtype=recipe.model.dtype, context=context, free=0)
 
     # Engines
 

@@ -71,7 +71,7 @@ class EngineSettings:
     """`native`: the embedded engine, which runs the trainer's own model code. `vllm`: a stock vLLM server over HTTP, for models
     past one GPU."""
     count: int = field(default=1, metadata=ELASTIC)
-    """Engine processes, each with slots of its own."""
+    """Engine processes, each with slots of its own. 0, with `cluster.listen`: only those of hosts that join."""
     max_count: int = field(default=0, metadata=ELASTIC)
     """With orchestrate = "ray": the most engines. The run adds engines while it is bound by them, and gives them back, down to
     `count`, while they idle. 0: `count`."""
@@ -105,7 +105,7 @@ class EngineSettings:
     vllm: VllmSettings = field(default_factory=VllmSettings)
 
     def __post_init__(self) -> None:
-        check(self.count >= 1, "count", self.count, "≥ 1")
+        check(self.count >= 0, "count", self.count, "≥ 0")
         check(not 0 < self.max_count < self.count, "max_count", self.max_count, f"≥ count = {self.count}, or 0")
         check(self.threads >= 0, "threads", self.threads, "≥ 0")
         check(self.restarts >= 0, "restarts", self.restarts, "≥ 0")
@@ -118,7 +118,8 @@ class EngineSettings:
 
     @property
     def num_engines(self) -> int:
-        return engine_kind(self).num_engines(self)
+        """The fewest that a run starts with."""
+        return max(1, engine_kind(self).num_engines(self))
 
     @property
     def sleeps(self) -> bool:

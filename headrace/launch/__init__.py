@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Forecast,
         count_parameters,
         describe_adapter,
-        describe_ranks,
+        describe_memory,
         forecast_memory,
         longest_prompt,
     )

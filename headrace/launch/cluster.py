@@ -3,6 +3,8 @@
 What a host offers becomes engines of the run: each gets a placement and an order as a local one does, and joins the pool once
 it holds the weights. Another host's clock may differ; its timelines are moved to this one's.
 
+With `engine.count = 0` all engines are on such hosts, and the run starts when the first has joined.
+
 With `cluster.trainer_joins` the trainer's ranks are on hosts that join with `--role trainer`. All ranks start together, on the
 first places offered; when one is lost, they start again on the places that are there then.
 """
@@ -32,7 +34,7 @@ from headrace.sync import transport_class
 from headrace.tls import make_certificate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from headrace.config import Recipe
@@ -62,7 +64,7 @@ class ClusterProcesses(LocalProcesses):
         """Such a host has come, or none will."""
         self._no_trainer: RoleFailed | None = None
         self.stop = StopRequest()
-        """Ends the wait for such hosts at once: there is nothing to save."""
+        """Ends the wait for such hosts, and for the first engine, at once: there is nothing to save."""
         self._posted: dict[str, str] = {}
         """What ranks on several hosts have told each other, to find each other."""
         self._indices = itertools.count(engines_here(recipe))
@@ -158,6 +160,18 @@ class ClusterProcesses(LocalProcesses):
     def _forget(self, place: Place, host: Host) -> None:
         place.is_over = True
         host.processes.pop(place.name, None)
+
+    def _engines_elsewhere(self) -> list[Awaitable[dict[str, Any]]]:
+        return [self._first_engine()] if self._recipe.engines_join else []
+
+    async def _first_engine(self) -> dict[str, Any]:
+        """Waits for an engine to join."""
+        deadline = self._recipe.deadline
+        try:
+            with self.stop.cancels(asyncio.current_task(), at=1):
+                return await asyncio.wait_for(asyncio.shield(self.first_joined), deadline)
+        except TimeoutError as error:
+            raise RoleFailed(f"no engine has joined for {deadline:g} s (deadline)") from error
 
     # A trainer on them
 

@@ -20,6 +20,7 @@ from headrace.launch.placement import (
     lends,
     ranks_here,
     receiving_device,
+    versions_for_servers,
 )
 from headrace.model import (
     ModelError,
@@ -68,6 +69,8 @@ class Forecast:
     """Memory of the vLLM server behind an engine's process, on the same device."""
     most_blocks: int = 0
     """The most KV blocks an engine can use at once; 0 if unknown."""
+    host: int = 0
+    """Of a run on GPUs: what the processes of engines here, and the files for their servers, take of this host's memory."""
 
     @property
     def trainer_process(self) -> int:
@@ -143,12 +146,7 @@ def forecast_memory(
     shapes = _adapter_of(recipe)
     if shapes:
         published_bytes = sum(map(math.prod, shapes.values())) * bytes_per_number(recipe.model.dtype)
-        places = adapter_places(recipe.partial)
-        older = published_bytes * (places - 1) if on_gpu else 0  # not released while the engine sleeps
-        first = sum(math.prod(each) for name, each in shapes.items() if name.endswith("lora_A.weight"))
-        behind = first * bytes_per_number(recipe.model.dtype) * places if on_gpu else 0  # behind the weights they multiply with
-        weights, steps = engine.weights + published_bytes + behind, engine.steps + older
-        engine = dataclasses.replace(engine, weights=weights, steps=steps, staging=published_bytes)
+        engine = _with_adapter(engine, recipe, shapes, on_gpu=on_gpu)
     published = transport_class(choose_transport(recipe)).memory(published_bytes, on_gpu=on_gpu)
     # Each rank of a shard sends an equal part; an adapter is whole on every rank, and the first sends it.
     senders = 1 if shapes else recipe.train.parallel.shard
@@ -162,7 +160,10 @@ def forecast_memory(
         num_parameters=num_parameters,
         publishing=published.trainer,
     )
-    return Forecast(recipe, trainer, engine, published, server, most_blocks)
+    host = engines_here(recipe) * engine.host
+    if host:
+        host += versions_for_servers(recipe, device=device) * published_bytes
+    return Forecast(recipe, trainer, engine, published, server, most_blocks, host)
 
 
 def _trainer_memory(
@@ -194,6 +195,15 @@ def _trainer_memory(
     )
 
 
+def _with_adapter(engine: EngineMemory, recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, on_gpu: bool) -> EngineMemory:
+    width, places = bytes_per_number(recipe.model.dtype), adapter_places(recipe.partial)
+    size = sum(map(math.prod, shapes.values())) * width
+    older = size * (places - 1) if on_gpu else 0  # not released while the engine sleeps
+    first = sum(math.prod(each) for name, each in shapes.items() if name.endswith("lora_A.weight"))
+    behind = first * width * places if on_gpu else 0  # behind the weights they multiply with
+    return dataclasses.replace(engine, weights=engine.weights + size + behind, steps=engine.steps + older, staging=size)
+
+
 def _adapter_of(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     """Shapes of the adapter's tensors; none without one."""
     return adapter_shapes(recipe.model, recipe.lora) if recipe.lora.is_on else {}
@@ -223,29 +233,60 @@ def _config_of(recipe: Recipe) -> Any:  # noqa: ANN401  (transformers' configs s
     return tiny.build_config(recipe.model, tiny.build_tokenizer()) if is_tiny else load_config(recipe.model.path)
 
 
-def describe_ranks(recipe: Recipe) -> str:
-    """The predicted memory of each of a trainer's ranks, from the model's config alone, for the device the recipe names."""
+def describe_memory(recipe: Recipe) -> str:
+    """The predicted memory of each of a trainer's ranks and of each engine's GPU, from the model's config alone, for the device
+    the recipe names."""
     try:
         config = _config_of(recipe)
     except ModelError as error:
-        return f"memory     of the trainer's ranks is not predicted: {error}"
-    shape, parallel = ModelShape.of(config), recipe.train.parallel
-    longest = min(config_limit(config, recipe.model.context), recipe.model.context or recipe.train.micro_batch_tokens)
+        return f"memory     of the trainer's ranks and engines is not predicted: {error}"
+    shape, context = ModelShape.of(config), config_limit(config, recipe.model.context)
+    return "\n".join((_describe_ranks(recipe, shape, context=context), *_describe_engines(recipe, shape, context=context)))
+
+
+def _describe_ranks(recipe: Recipe, shape: ModelShape, *, context: int) -> str:
     memory = _trainer_memory(
         recipe,
         shape,
         adapter=_adapter_of(recipe),
-        longest=longest,
+        longest=min(context, recipe.model.context or recipe.train.micro_batch_tokens),
         on_gpu=recipe.device != "cpu",
         num_parameters=sum(map(math.prod, parameter_shapes(recipe.model).values())),
     )
     device, whole = "CPU" if recipe.device == "cpu" else "GPU", memory.gathered + max(memory.head, memory.layer)
     state = memory.masters + memory.gradients + memory.moments
     return (
-        f"memory     {memory.total / 1e9:,.1f} GB on each of {parallel.ranks} trainer ranks, predicted for a {device}: weights "
-        f"{memory.weights / 1e9:,.1f}, optimizer {state / 1e9:,.1f}, references {memory.references / 1e9:,.1f}, activations of "
-        f"{memory.tokens} tokens {memory.activations / 1e9:,.1f}, whole layers and workspace {whole / 1e9:,.1f}"
+        f"memory     {memory.total / 1e9:,.1f} GB on each of {recipe.train.parallel.ranks} trainer ranks, predicted for a "
+        f"{device}: weights {memory.weights / 1e9:,.1f}, optimizer {state / 1e9:,.1f}, references "
+        f"{memory.references / 1e9:,.1f}, activations of {memory.tokens} tokens {memory.activations / 1e9:,.1f}, whole layers "
+        f"and workspace {whole / 1e9:,.1f}{_too_large(recipe, memory.total)}"
     )
+
+
+def _describe_engines(recipe: Recipe, shape: ModelShape, *, context: int) -> list[str]:
+    memory, adapter = engine_kind(recipe.engine).gpu_memory(recipe, shape, context=context), _adapter_of(recipe)
+    if recipe.device == "cpu" or not memory.total:
+        return []
+    if adapter:
+        memory = _with_adapter(memory, recipe, adapter, on_gpu=True)
+    parts = {
+        "weights": memory.weights,
+        "an update beside them": memory.staging,
+        "KV cache": memory.cache,
+        "temporaries": memory.steps,
+    }
+    counted = ", ".join(f"{part} {size / 1e9:,.1f}" for part, size in parts.items() if size)
+    further = " and ".join(part for part in ("KV cache", "temporaries") if not parts[part])
+    return [
+        f"memory     {memory.total / 1e9:,.1f} GB on each GPU of {recipe.engine.count or 'the'} engines, predicted: {counted}"
+        f"{f'; {further} not counted' if further else ''}{_too_large(recipe, memory.total)}"
+    ]
+
+
+def _too_large(recipe: Recipe, needed: int) -> str:
+    """For this host's GPU, if it has one."""
+    total = torch.cuda.mem_get_info()[1] if recipe.device != "cpu" and torch.cuda.is_available() else needed
+    return "" if needed <= total else f": more than the {total / 1e9:,.1f} GB of a GPU here"
 
 
 def describe_adapter(recipe: Recipe) -> str:

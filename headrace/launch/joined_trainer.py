@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from headrace.durable import fingerprint, sync
@@ -11,7 +12,7 @@ from headrace.rpc import RemoteError, StreamClosed
 from headrace.trainer import RemoteTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
     from headrace.durable import Fingerprints
@@ -21,11 +22,21 @@ if TYPE_CHECKING:
 
 class JoinedTrainer(RemoteTrainer):
     """Each rank writes its files into a folder of its host, and the launcher fetches them. To load a checkpoint, each host gets
-    all of it, once. Both copies are then removed from the host."""
+    all of it, once. Both copies are then removed from the host. Hosts do so side by side, the ranks of one in turn."""
 
     @property
     def _hosts(self) -> list[tuple[RoleProcess, Host]]:
         return [(rank, rank.host) for rank in self._ranks if rank.host is not None]
+
+    async def _at_each_host(self, work: Callable[[list[tuple[RoleProcess, Host]]], Awaitable[None]]) -> None:
+        """Waits for all, and raises the first failure. Hosts are told apart by name: under Ray each rank of a node is a host of
+        its own here."""
+        by_name: dict[str, list[tuple[RoleProcess, Host]]] = defaultdict(list)
+        for rank, host in self._hosts:
+            by_name[host.name].append((rank, host))
+        for failure in await asyncio.gather(*map(work, by_name.values()), return_exceptions=True):
+            if failure is not None:
+                raise failure
 
     def _folder_of(self, rank: RoleProcess, folder: Path) -> str:
         return f"{rank.placement.run_folder}/{folder.name.strip('.')}-{self._ranks[0].incarnation}"  # ranks start together
@@ -33,20 +44,27 @@ class JoinedTrainer(RemoteTrainer):
     async def _saved(self, folder: Path, answers: Sequence[asyncio.Future[Any]]) -> Fingerprints:
         try:
             saved: list[Fingerprints] = await self._collect("save", self._ranks, answers)
-            for (rank, host), files in zip(self._hosts, saved, strict=True):
-                await self._across("save", rank, host, _fetch, host, self._folder_of(rank, folder), files, folder)
+            of_rank = dict(zip(self._ranks, saved, strict=True))
+
+            async def fetch(ranks: list[tuple[RoleProcess, Host]]) -> None:
+                for rank, host in ranks:
+                    await self._across("save", rank, host, _fetch, host, self._folder_of(rank, folder), of_rank[rank], folder)
+
+            await self._at_each_host(fetch)
         finally:
             await self._remove(folder)
         return {name: found for files in saved for name, found in files.items()}
 
     async def load(self, folder: Path) -> None:
-        first = {host: rank for rank, host in reversed(self._hosts)}
-        copies: dict[str, str] = {}  # by the host's name: under Ray each rank of a node is a host of its own here
-        try:
-            for host, rank in first.items():
+        async def deliver(ranks: list[tuple[RoleProcess, Host]]) -> None:
+            copy = ""
+            for host, rank in {host: rank for rank, host in reversed(ranks)}.items():
                 place = self._folder_of(rank, folder)
-                await self._across("load", rank, host, host.deliver, folder, place, copies.setdefault(host.name, ""))
-                copies[host.name] = place
+                await self._across("load", rank, host, host.deliver, folder, place, copy)
+                copy = place
+
+        try:
+            await self._at_each_host(deliver)
             await super().load(folder)
         finally:
             await self._remove(folder)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine import engine_kind
@@ -21,11 +23,14 @@ from headrace.launch.scaling import Measured, wanted_change
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
     from concurrent.futures import Future
     from pathlib import Path
 
     from headrace.config import Recipe
+
+
+_WAIT_SECONDS = 1
+"""Of one look for room; Ray drops fractions."""
 
 
 class PlacedProcess:
@@ -56,24 +61,20 @@ class RayProcesses(ClusterProcesses):
         self._extra: list[str] = []
         """Labels of engines past `engine.count`."""
         self._groups: list[Any] = []
+        self._waits_no_more = threading.Event()
+        """Nobody waits for `_place` any more, whose thread must then end too."""
         self._is_ours = False
         """Whether this run has connected to Ray, and not the user's program."""
-
-    def _engines_elsewhere(self) -> list[Awaitable[dict[str, Any]]]:
-        return [self._first_engine()]
-
-    async def _first_engine(self) -> dict[str, Any]:
-        """Waits for an engine that Ray has placed to join."""
-        deadline = self._recipe.deadline
-        try:
-            return await asyncio.wait_for(asyncio.shield(self.first_joined), deadline)
-        except TimeoutError as error:
-            raise RoleFailed(f"no engine that Ray placed has joined for {deadline:g} s (deadline)") from error
 
     async def listen(self) -> None:
         self._on_exit.callback(self._release)  # once the engines have heard that the run is over
         await super().listen()
-        for role, label, joining in await asyncio.to_thread(self._place):
+        try:
+            with self.stop.cancels(asyncio.current_task(), at=1):
+                placed = await asyncio.to_thread(self._place)
+        finally:
+            self._waits_no_more.set()
+        for role, label, joining in placed:
             self._spawn(self._follow(role, label, joining.future()))
         if self._trains and self._recipe.engine.max_count > self._recipe.engine.num_engines:
             self._spawn(self._scale())
@@ -153,9 +154,11 @@ class RayProcesses(ClusterProcesses):
         bundle = {"CPU": threads, **({"GPU": num_gpus} if num_gpus else {})}
         group = ray.util.placement_group([bundle] * count, strategy=strategy)
         self._groups.append(group)
-        if not group.wait(recipe.deadline):
-            wanted = f"{count} × {bundle} ({role})"
-            raise RoleFailed(f"Ray has had no room for {wanted} for {recipe.deadline:g} s (deadline)")
+        until = time.monotonic() + recipe.deadline
+        while not group.wait(_WAIT_SECONDS):
+            if self._waits_no_more.is_set() or time.monotonic() > until:
+                wanted = f"{count} × {bundle} ({role})"
+                raise RoleFailed(f"Ray has had no room for {wanted} for {recipe.deadline:g} s (deadline)")
         place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         places = [place(group, placement_group_bundle_index=index) for index in range(count)]
         return [(role, *self._start_actor(role, threads, each)) for each in places]

@@ -118,7 +118,7 @@ def place_on_joined_host(recipe: Recipe, place: Place, host: Host) -> Placement:
 
 def engines_here(recipe: Recipe) -> int:
     """Engines that the launcher starts on this host; Ray places them all, by its own accounts."""
-    return 0 if recipe.is_on_ray else recipe.engine.num_engines
+    return 0 if recipe.engines_join else recipe.engine.num_engines
 
 
 def ranks_here(recipe: Recipe) -> int:
@@ -145,8 +145,8 @@ def set_threads(recipe: Recipe) -> None:
 
 
 def choose_device(recipe: Recipe) -> str:
-    """What computes on this host. If Ray places all that needs a GPU, this host need not have one."""
-    is_elsewhere = recipe.is_on_ray and not recipe.sft.is_on
+    """What computes on this host. If engines and trainer are all elsewhere, it need not have a GPU."""
+    is_elsewhere = recipe.engines_join and recipe.trainer_joins and not recipe.sft.is_on
     return pick_device("auto" if recipe.device == "cuda" and is_elsewhere else recipe.device, exact=recipe.exact)
 
 

@@ -35,8 +35,16 @@ _FEWEST_TOKENS = 2048
 @check()
 def check_memory(subject: Subject) -> Iterator[Finding]:
     free, total = free_memory()
-    if total:
-        yield _compared(subject, f"memory: {size(free)} free of {size(total)}", free, total, on_gpu=False)
+    if not total:
+        return
+    what, recipe = f"memory: {size(free)} free of {size(total)}", subject.recipe
+    expected = _forecast(subject, recipe) if recipe is not None and _is_on_gpu(recipe) else None
+    if expected is None or not expected.host:
+        yield _compared(subject, what, free, total, on_gpu=False)
+        return
+    what += f"; the engines' processes and the files for their servers hold {size(expected.host)} of weights there"
+    fix = "take fewer servers of more GPUs each (engine.count, engine.vllm.arguments), or a machine with more memory"
+    yield Finding("problem", what, fix) if expected.host > free else Finding("ok", what)
 
 
 @check("recipe", "shape")

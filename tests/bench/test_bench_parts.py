@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.bench import partial
+from headrace.bench import partial, ranks
 from headrace.bench.child import Child, PeerFailed
 from headrace.bench.command import BENCH_OPTIONS, BENCHES
 from headrace.bench.harness import Row, choose, missed, run_parts, show, take_turns
@@ -151,3 +151,12 @@ def test_a_mistake_is_answered_before_anything_is_measured(capsys, arguments, me
     with pytest.raises(SystemExit) as ended:
         main(["bench", *arguments])
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_two_ranks_are_held_to_twice_one_alone():
+    seconds = {"one": 10.0, "alone": 12.0, "sharded": 6.25, "replicated": 6.25, "FSDP2 alone": 12.0, "FSDP2": 8.0}
+    rows = {row.name: row for row in ranks._rows(seconds, tokens=100)}
+    held = rows["sharded ÷ twice one alone"]
+    assert [row for row in rows.values() if row.goal] == [held] and missed([held]) and held.value == 0.8
+    assert rows["sharded ÷ two trainers at once"].value == rows["replicated ÷ two trainers at once"].value == 0.96
+    assert rows["sharded ÷ two trainers at once"].peers == {"FSDP2": 0.75}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from faults import family, is_alive, start, wait_until
+from helpers import books_close
 
 from headrace.observe.sinks import read_metrics
 
@@ -106,4 +107,29 @@ def test_hosts_join_a_run_are_lost_and_leave(tmp_path, monkeypatch):
         event["args"]["name"] for event in json.loads((run.folder / "trace.json").read_text()) if event["name"] == "thread_name"
     }
     assert {"engine-0", "engine-1", "engine-2"} <= engines
+    assert not run.leftovers()
+
+
+@pytest.mark.long
+def test_a_launcher_that_has_neither_engine_nor_trainer_serves_hosts_that_do(tmp_path, monkeypatch):
+    """The run starts when an engine and the trainer have joined; when its only engine is lost, it goes on with the next."""
+    monkeypatch.setenv("HEADRACE_TOKEN", TOKEN)
+    port, output = free_port(), tmp_path / "output"
+    with contextlib.ExitStack() as stack:
+        settings = ("--engine.count=0", "--cluster.trainer_joins=true", f"--cluster.listen=127.0.0.1:{port}")
+        run = start(tmp_path, "--steps=100000", *settings, output=output)
+        stack.callback(run.process.kill)
+        stack.callback(other_host(tmp_path / "trainer", port, "--role=trainer").kill)
+        first = other_host(tmp_path / "first", port)
+        stack.callback(first.kill)
+        run.wait_for_version(2)
+        assert "engine-0 joined on" in output.read_text() and not family(run.process.pid)
+        first.kill()
+        assert wait_until(lambda: "the run goes on with 0 of 1 engines" in output.read_text(), seconds=240), output.read_text()
+        stack.callback(other_host(tmp_path / "second", port).kill)
+        run.wait_for_version(run.version + 3)
+        run.process.terminate()
+        run.process.wait(120)
+    assert run.summary["status"] == "interrupted" and run.summary["engines_given_up"] == ["engine-0"]
+    assert books_close(run.summary)
     assert not run.leftovers()

@@ -26,11 +26,13 @@ from headrace.launch.cluster import ClusterProcesses
 from headrace.launch.hosts import Host, HostOffer, Hosts, JoinedProcess
 from headrace.launch.joined_trainer import JoinedTrainer
 from headrace.launch.joining import JoinOptions, _Joiner, device_names, join
+from headrace.launch.launcher import orchestration_of
 from headrace.launch.model_files import PIECE_BYTES, fetch_model, list_files, read_piece
 from headrace.launch.on_ray import RayProcesses
 from headrace.launch.placement import Order, Placement
 from headrace.launch.process import Place, RoleFailed, RoleProcess, TrainerLost
 from headrace.launch.settings import ClusterSettings, read_token
+from headrace.launch.stop import StopRequest
 from headrace.leftovers import sweep
 from headrace.model import ModelError
 from headrace.rpc import PROTOCOL, Peer, RemoteError, StreamClosed, connect
@@ -39,7 +41,7 @@ from headrace.sync import TransportConfig, make_transport
 from headrace.tls import make_certificate
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 TOKEN, CERTIFICATE = "t" * 32, make_certificate()
 
@@ -677,6 +679,36 @@ def test_ranks_of_one_node_fetch_a_checkpoint_once(monkeypatch, tmp_path):
         each.join(30)
 
 
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_a_checkpoint_crosses_to_several_hosts_side_by_side(monkeypatch, tmp_path, way):
+    both = threading.Barrier(2, timeout=10)
+    busy: set[str] = set()
+
+    class Far:
+        def __init__(self, name: str) -> None:
+            self.name, self.offer = name, SimpleNamespace(passing=str(tmp_path / name))
+
+        def work(self, *_: object, deadline: float) -> None:
+            assert self.name not in busy, "ranks of one host take turns"
+            busy.add(self.name)
+            both.wait()
+            busy.remove(self.name)
+
+        fetch = deliver = work
+        remove = staticmethod(lambda place, *, deadline: None)
+
+    async def collect(*_: object) -> list[dict[str, list[int]]]:
+        return [{}] * 4
+
+    async def main() -> None:
+        trainer = JoinedTrainer([Rank(Far(name)) for name in "abab"], deadline=60)
+        monkeypatch.setattr(trainer, "_collect", collect)
+        monkeypatch.setattr("headrace.trainer.RemoteTrainer.load", collect)
+        await (trainer._saved(tmp_path, []) if way == "save" else trainer.load(tmp_path))
+
+    asyncio.run(main())
+
+
 def test_frozen_models_of_the_trainer_cross_to_its_hosts_alone(model, tiny_model, monkeypatch, tmp_path):
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     run = Run(model, takes_trainer=True, frozen=(tiny_model, "a/teacher-of-the-hub"))
@@ -834,6 +866,58 @@ def test_a_run_on_ray_does_not_wait_for_engines_that_have_failed(tmp_path, monke
     assert said == [
         f"the {role} that Ray placed has failed: {error}" for role, error in zip(roles, [*failed, failed[0]], strict=True)
     ]
+
+
+def stopped(stop: StopRequest, work: Callable[[], Awaitable[object]]) -> None:
+    async def main() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(work(), 20)
+
+    began = time.monotonic()
+    asyncio.run(main())
+    assert stop.num_made == 1 and time.monotonic() - began < 10
+
+
+def test_the_first_stop_request_ends_the_wait_for_room_on_ray(tmp_path, monkeypatch):
+    stop, waits = StopRequest(), []
+
+    class Group:
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            if len(waits) == 2:
+                stop.make()
+            time.sleep(min(seconds, 15))
+            return False
+
+    async def listen(_: object) -> None:
+        pass
+
+    util = SimpleNamespace(placement_group=lambda *_, **__: Group())
+    ray = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict, util=util)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ClusterProcesses, "listen", listen)
+    processes = RayProcesses(make_recipe({"orchestrate": "ray", "cluster.listen": "127.0.0.1:0"}), tmp_path)
+    processes.stop = stop
+    stopped(stop, processes.listen)
+    assert waits and set(waits) == {1}, "Ray drops fractions: it would not wait at all"
+
+
+@pytest.mark.parametrize("settings", [{"orchestrate": "ray"}, {"engine.count": 0}])
+def test_a_run_without_engines_here_waits_for_the_first_to_join(tmp_path, monkeypatch, settings):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    recipe = make_recipe({"cluster.listen": "127.0.0.1:0", "deadline": 0.5, "heartbeat": 0.1, **settings})
+    processes = orchestration_of(recipe)(recipe, tmp_path)
+
+    async def wait() -> object:
+        processes.first_joined = asyncio.get_running_loop().create_future()
+        [waiting] = processes._engines_elsewhere()
+        return await waiting
+
+    with pytest.raises(RoleFailed, match=r"no engine has joined for 0.5 s \(deadline\)"):
+        asyncio.run(wait())
+    processes.stop.make()
+    stopped(processes.stop, wait)
+    assert not ClusterProcesses(make_recipe({"cluster.listen": "127.0.0.1:0"}), tmp_path)._engines_elsewhere()
 
 
 def test_hosts_hear_that_the_run_is_over(model):

@@ -111,7 +111,8 @@ def test_a_launcher_needs_no_gpu_if_ray_places_all_that_does(monkeypatch: pytest
     settings = {"device": "cuda", "cluster.listen": "127.0.0.1:0"}
     assert choose_device(make_recipe({**settings, "orchestrate": "ray"})) == "cpu"
     sft = {"sft.steps": 1, "sft.tasks": [{"source": "builtin:sort_digits"}]}
-    for more in ({"orchestrate": "ray", **sft}, {"cluster.trainer_joins": True}):
+    assert choose_device(make_recipe({**settings, "engine.count": 0, "cluster.trainer_joins": True})) == "cpu"
+    for more in ({"orchestrate": "ray", **sft}, {"cluster.trainer_joins": True}, {"engine.count": 0}):
         with pytest.raises(ConfigError, match="device = 'cuda': torch sees no GPU"):
             choose_device(make_recipe({**settings, **more}))
 

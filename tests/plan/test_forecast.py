@@ -73,6 +73,7 @@ def test_prompts_that_cannot_be_encoded_are_passed_over() -> None:
         ({"staleness.max_lag": 1}, 0, 64 * 3 + 18),
         ({"staleness.max_lag": 1, "engine.slots": 40}, 0, 40 * 3 + 12),
         ({"staleness.max_lag": 1, "engine.count": 2}, 0, 32 * 3 + 10),
+        ({"staleness.max_lag": 1, "engine.count": 0, "cluster.listen": "127.0.0.1:0"}, 0, 64 * 3 + 18),
         ({"staleness.max_lag": 0, "partial.oversample": 1.5, "partial.cancel": "over_age"}, 0, 48 * 3 + 14),
         ({"staleness.gate": "none"}, 0, 256 * 3 + 66),
         ({"staleness.max_lag": 0}, 8, 48 * 3 + 14),
@@ -325,9 +326,21 @@ def test_a_server_of_several_gpus_is_counted_where_its_weights_are(gpu, monkeypa
         "nccl: on the trainer's GPU"
     )
     assert many.engine.total == 0 and many.fullest_device == many.trainer.total, "one folder for both, in the host's memory"
+    assert (alone.host, many.host) == (0, 2 * 2 * alone.engine.weights + 2 * alone.engine.weights), "each twice, two versions"
     assert many.trainer.publishing == alone.engine.weights, "the trainer packs them on its GPU all the same"
     copies = vllm_of(engine__vllm__arguments=two, engine__count=2, engine__vllm__handover="nccl")
     assert copies.fullest_device - alone.fullest_device == copies.engine.total
+
+
+@pytest.mark.parametrize(("gigabytes", "level"), [(100, "ok"), (10, "problem")])
+def test_weights_for_servers_are_counted_in_the_hosts_memory(gpu, monkeypatch, gigabytes, level) -> None:
+    gpu(100)
+    monkeypatch.setattr(capacity, "free_memory", lambda: (gigabytes * 10**9, 2 * gigabytes * 10**9))
+    (native,) = capacity.check_memory(subject())
+    (vllm,) = capacity.check_memory(subject(engine__kind="vllm", engine__vllm__handover="folder", engine__count=2))
+    assert native.level == "ok" and "weights" not in native.what
+    assert vllm.level == level and "files for their servers hold 20.6 GB of weights there" in vllm.what
+    assert bool(vllm.fix) == (level == "problem")
 
 
 def test_a_cache_that_vllm_would_not_take_is_refused(monkeypatch) -> None:

@@ -33,6 +33,7 @@ class EngineMemory:
     cache: int  # keys and values, and recorded routing
     steps: int  # temporaries of a step
     process: int  # of a CPU process before it has a model
+    host: int = 0  # besides, of the host's memory, if the engine is on a GPU
 
     @property
     def total(self) -> int:

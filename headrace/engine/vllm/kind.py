@@ -86,7 +86,7 @@ class VllmKind(EngineKind):
     def check_machine(self, recipe: Recipe, *, device: str) -> None:
         from headrace.engine.vllm.server import choose_python, find_vllm
 
-        if recipe.is_on_ray:  # no server is on this machine
+        if recipe.engines_join:  # no server is on this machine
             return
         cpu_cache_gigabytes()
         choose_handover(recipe, device=device)
@@ -130,14 +130,27 @@ class VllmKind(EngineKind):
         elif not total:
             server = weights + (cpu_cache_gigabytes() << 30) + 2 * native.process
         elif "kv_cache_memory_bytes" in arguments:
-            shards = recipe.engine.vllm.gpus_per_server // int(arguments.get("data_parallel_size", 1))
-            server = weights // shards + int(arguments["kv_cache_memory_bytes"])
+            server = weights // recipe.engine.vllm.shards + int(arguments["kv_cache_memory_bytes"])
         else:
             share = gpu_share(recipe, 0, held=weights + native.staging, total=total)
             server = int(float(arguments.get("gpu_memory_utilization", share)) * total)
+        host = 0
         if on_gpu and choose_handover(recipe, device="cuda") == "folder":
-            weights = 0  # it holds them in the host's memory
-        return EngineMemory(weights=weights, staging=weights, cache=0, steps=0, process=native.process), server
+            weights, host = 0, weights if recipe.lora.is_on else 2 * weights
+        return EngineMemory(weights=weights, staging=weights, cache=0, steps=0, process=native.process, host=host), server
+
+    def gpu_memory(self, recipe: Recipe, shape: ModelShape, *, context: int) -> EngineMemory:
+        native, settings = super().gpu_memory(recipe, shape, context=context), recipe.engine.vllm
+        if settings.urls:
+            return EngineMemory(weights=0, staging=0, cache=0, steps=0, process=0)
+        is_beside = settings.gpus_per_server == 1 and choose_handover(recipe, device="cuda") == "ipc"
+        return EngineMemory(
+            weights=native.weights // settings.shards,
+            staging=2 * native.weights if is_beside else 0,  # the engine's process has them there
+            cache=int(settings.arguments.get("kv_cache_memory_bytes", 0)),
+            steps=0,
+            process=0,
+        )
 
     async def open(
         self, recipe: Recipe, model_path: str, place: EnginePlace, *, sync: WeightSync, timeline: Timeline
@@ -150,7 +163,7 @@ class VllmKind(EngineKind):
 def choose_handover(recipe: Recipe, *, device: str) -> str:
     """`engine.vllm.handover`, with `auto` resolved."""
     settings = recipe.engine.vllm
-    wanted = "folder" if recipe.is_on_ray else settings.handover
+    wanted = "folder" if recipe.engines_join else settings.handover
     if wanted == "folder" or (wanted == "auto" and (device != "cuda" or settings.urls or recipe.lora.is_on)):
         return "folder"
     setting = f"engine.vllm.handover = '{wanted}'"
@@ -215,7 +228,7 @@ def visible_to(recipe: Recipe, place: EnginePlace) -> str:
 
 def gpu_share(recipe: Recipe, index: int, *, held: int, total: int) -> float:
     """A vLLM server's share of GPU memory on this host; `held` is how many bytes its engine's process holds there."""
-    if recipe.is_on_ray:
+    if recipe.engines_join:
         return WHOLE_GPU
     firsts = [gpus_of(recipe, each, count=num_gpus())[0] for each in range(recipe.engine.count)]
     num_servers = firsts.count(firsts[index])

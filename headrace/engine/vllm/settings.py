@@ -53,7 +53,7 @@ _REPEATED = ("middleware",)
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """For `engine.kind = "vllm"`: servers that already run, or are started on this machine."""
+    """For `engine.kind = "vllm"`: servers that already run, or are started beside each engine's process."""
 
     python: str = field(default="", metadata=OPERATIONAL)
     """Python interpreter of an environment with vLLM; empty takes the variable HEADRACE_VLLM_PYTHON, then this one."""
@@ -92,6 +92,11 @@ class VllmSettings:
     @property
     def gpus_per_server(self) -> int:
         return math.prod(int(self.arguments.get(name, 1)) for name in PARALLEL)
+
+    @property
+    def shards(self) -> int:
+        """Among which a server's weights are divided."""
+        return self.gpus_per_server // int(self.arguments.get("data_parallel_size", 1))
 
     def identity(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Without the arguments that may change when a run is resumed."""
