@@ -172,7 +172,7 @@ async def _train(crowd: Crowd, pool: EnginePool) -> dict[str, float]:
         }
     )
     lineage, observer = Lineage.new(), StartObserver()
-    trainer = _CountingTrainer(lineage, pool, full=0.9 * crowd.in_flight)
+    trainer = _CountingTrainer(lineage, pool, full=0.85 * crowd.in_flight)
     roles: dict[str, Any] = {"engine": pool, "trainer": trainer, "scorer": StubScorer()}
     session = make_session(recipe, lineage, observer, **roles, num_tasks=crowd.rollouts // 8)
     trainer.policy = session.policy
