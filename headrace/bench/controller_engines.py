@@ -22,6 +22,7 @@ from headrace.sync import Lineage
 if TYPE_CHECKING:
     from headrace.records import Batch
     from headrace.rpc import Stream
+    from headrace.run import PolicyState
 
 _TIMEOUT = 900.0
 
@@ -40,6 +41,11 @@ class Crowd:
     @property
     def in_flight(self) -> int:
         return 2 * self.engines * self.slots
+
+    @property
+    def max_lag(self) -> int:
+        """Submission must run ahead by all rollouts in flight, those that wait for siblings and a batch being trained."""
+        return -(-self.in_flight // self.batch) + 2
 
     def __post_init__(self) -> None:
         assert self.rollouts % self.batch == 0, "every rollout must be trained, or the engines wait for more"
@@ -68,6 +74,7 @@ def crowd_rows(crowd: Crowd) -> list[Row]:
         ]
     return [
         *rows,
+        Row("most rollouts submitted and not trained", found["unfinished"], "", bound=(crowd.max_lag + 1) * crowd.batch),
         Row("memory at the end", found["memory"], "GB"),
         Row("most in the second half of the time with full engines ÷ at its start", found["growth"], "×", goal="≤ 1.05"),
         Row("most calls of an engine ÷ fewest", found["spread"], "×"),
@@ -75,16 +82,19 @@ def crowd_rows(crowd: Crowd) -> list[Row]:
 
 
 class _CountingTrainer(StubTrainer):
-    """Notes how many tokens it gets and, while engines are full, the memory at each batch: when no calls are left for them, all
-    they have ends at once."""
+    """Notes how many tokens it gets, how many rollouts are submitted and not trained and, while engines are full, the memory at
+    each batch: when no calls are left for them, all they have ends at once."""
+
+    policy: PolicyState
 
     def __init__(self, lineage: Lineage, pool: EnginePool, *, full: float) -> None:
         super().__init__(lineage, is_inline=False)
-        self._pool, self._full, self.num_tokens = pool, full, 0
+        self._pool, self._full, self.num_tokens, self.most_unfinished = pool, full, 0, 0
         self.memory: list[int] = []
 
     async def step(self, batch: Batch, *, learning_rate: float) -> dict[str, float]:
         self.num_tokens += sum(rollout.num_sampled for rollout in batch.rollouts)
+        self.most_unfinished = max(self.most_unfinished, self.policy.ledger.submitted - self.num_rollouts)
         if sum(len(engine.requests) for engine in self._pool.engines) >= self._full:
             self.memory.append(_resident())
         return await super().step(batch, learning_rate=learning_rate)
@@ -153,7 +163,7 @@ async def _train(crowd: Crowd, pool: EnginePool) -> dict[str, float]:
             "sampling": {"max_tokens": crowd.most},
             "model": {"context": crowd.most + 1000},
             "engine": {"slots": crowd.slots, "count": crowd.engines},
-            "staleness": {"max_lag": versions},  # submission runs ahead by all that is in flight
+            "staleness": {"max_lag": crowd.max_lag},
             "buffer": {"max_gb": 64.0},
             "train": {"batch": crowd.batch, "group_size": 8},
             "checkpoint": {"every": versions},
@@ -162,9 +172,10 @@ async def _train(crowd: Crowd, pool: EnginePool) -> dict[str, float]:
         }
     )
     lineage, observer = Lineage.new(), StartObserver()
-    trainer = _CountingTrainer(lineage, pool, full=0.9 * crowd.in_flight)
+    trainer = _CountingTrainer(lineage, pool, full=0.85 * crowd.in_flight)
     roles: dict[str, Any] = {"engine": pool, "trainer": trainer, "scorer": StubScorer()}
     session = make_session(recipe, lineage, observer, **roles, num_tasks=crowd.rollouts // 8)
+    trainer.policy = session.policy
     await session.train()
     spent = time.thread_time() - observer.started
     assert trainer.num_rollouts == crowd.rollouts == session.policy.ledger.counts()["trained"]
@@ -174,4 +185,5 @@ async def _train(crowd: Crowd, pool: EnginePool) -> dict[str, float]:
         "tokens": float(trainer.num_tokens),
         "memory": _resident() / 1e9,
         "growth": max(second) / second[0],
+        "unfinished": trainer.most_unfinished,
     }

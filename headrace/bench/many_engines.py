@@ -127,12 +127,13 @@ class _Crowd:
         made = [_Engine(name, self) for name in names]
         for engine in made:
             await engine.connect(address, slots)
-        num_answered, place = 0, 0
+        num_answered, place, wanted = 0, 0, self._in_flight
         with contextlib.suppress(StreamClosed):
             while num_answered < self._total:
-                while self.num_held < min(self._in_flight, self._total - num_answered):
+                while self.num_held < min(wanted, self._total - num_answered):
                     self.has_work.clear()
                     await self.has_work.wait()
+                wanted = self._in_flight * 7 // 8  # from then on: what the launcher holds back lets no engine wait
                 self.most_held = max(self.most_held, self.num_held)
                 engine, place = made[place], (place + 1) % engines
                 if engine.calls:

@@ -45,7 +45,7 @@ class EnginePool:
         self.engines: list[RemoteEngine] = []
         self._by_name: dict[str, RemoteEngine] = {}
         self._with_room: dict[RemoteEngine, None] = {}
-        """Engines that have pulled calls they were not sent. Like the next, so that nothing is done for each engine whenever a
+        """Engines that have room (`RemoteEngine.has_room`). Like the next, so that nothing is done for each engine whenever a
         few of very many have news."""
         self._awaited: dict[RemoteEngine, None] = {}
         """Engines that calls are bound to."""
@@ -80,8 +80,7 @@ class EnginePool:
         engine.is_leaving = False  # it may have been recalled before
         self.engines.append(engine)
         self._by_name[engine.name] = engine
-        if engine.credit > 0:
-            self._with_room[engine] = None
+        self._with_room[engine] = None
         self._on_available()
 
     def lose(self, engine: RemoteEngine) -> None:
@@ -174,16 +173,17 @@ class EnginePool:
             home = self._home(request.rollout)
             queue = self._interrupted if request.rollout.finish_reason is FinishReason.ABORT else self._new
             if home is not None:
-                self._awaited[home] = None
+                self._awaited[home] = self._with_room[home] = None
                 queue = home.bound
             queue[request] = None
         self.send_soon()
 
     def on_pull(self, engine: RemoteEngine) -> None:
         """It has room for more."""
-        if self._by_name.get(engine.name) is engine:  # otherwise it has yet to join
-            self._with_room[engine] = None
-        self.send_soon()
+        if engine.has_room:
+            if self._by_name.get(engine.name) is engine:  # otherwise it has yet to join
+                self._with_room[engine] = None
+            self.send_soon()
 
     def _home(self, rollout: Rollout) -> RemoteEngine | None:
         """The engine that generated it last, if it takes calls."""
@@ -238,7 +238,7 @@ class EnginePool:
         for engine in takers:
             self._relieve_others(engine)
         for engine in takers:
-            if engine.credit <= 0:
+            if not engine.has_room:
                 self._with_room.pop(engine, None)
         if self.num_waiting and any(engine.has_backlog for engine in self._with_room):
             self._later = asyncio.get_running_loop().call_later(_BACKLOG_SECONDS, self.send_soon)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from headrace.records import Array, Rollout, SamplingMask, WeightUpdate
     from headrace.rpc import Peer
 
+_MOST_HELD_BACK = 32  # calls that an engine with many slots has room for and is not sent until there are more
 _MOST_BACKLOG = 8 << 20  # unread bytes at which an engine is sent no more
 _NONE_KNOWN = np.empty((0, 3), np.int32)
 _SHORT = 1024  # tokens, the prompt's included: rollouts of so many that end together share memory
@@ -167,7 +168,14 @@ class RemoteEngine:
 
     @property
     def takes_work(self) -> bool:
-        return self.credit > 0 and self.is_taking and not (self.is_lost or self.data is None or self.has_backlog)
+        return self.has_room and self.is_taking and not (self.is_lost or self.data is None or self.has_backlog)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it has pulled enough for a message: a quarter of its slots, or one call that continues its own. With less
+        room it still has calls waiting for three quarters of its slots, and another one would only wait there too."""
+        num_slots = (self.credit + len(self.requests)) // 2
+        return self.credit >= (1 if self.bound else max(1, min(num_slots // 4, _MOST_HELD_BACK)))
 
     @property
     def is_taking(self) -> bool:

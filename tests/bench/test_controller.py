@@ -78,6 +78,9 @@ def test_memory_in_flight_does_not_grow_over_a_simulated_hour(monkeypatch) -> No
 
 
 def test_many_engines_answer_all_of_a_run():
-    rows = {row.name: row.value for row in crowd_rows(Crowd(engines=6, slots=2, rollouts=64, batch=16, median=300, most=2_000))}
+    crowd = Crowd(engines=6, slots=2, rollouts=160, batch=16, median=300, most=2_000)
+    rows = {row.name: row.value for row in crowd_rows(crowd)}
     assert 0 < rows["tokens of a rollout, on average"] < 2_000 and rows["bytes from engines per token"] > 12
     assert 0.5 < 1 / rows["most calls of an engine ÷ fewest"] <= 1, "all engines work"
+    num_unfinished = rows["most rollouts submitted and not trained"]
+    assert crowd.in_flight < num_unfinished <= (2 + 2 + 1) * 16, "not all 160 wait from the start: memory could not grow"

@@ -278,3 +278,40 @@ async def test_an_on_tokens_that_raises_fails_its_call_alone() -> None:
 
 def _drawn(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return ids, np.full(len(ids), -0.5), np.full(len(ids), 2)
+
+
+async def test_an_engine_of_many_slots_is_sent_what_a_quarter_of_them_takes_and_a_new_turn_at_once() -> None:
+    async with asking(calls=64) as asked:  # of 32 slots
+        sent, first = [], list(asked.engine.requests.values())
+        asked.engine.data.notify = lambda name, value: sent.append(len(value["keys"])) if name == "work" else None
+
+        async def end(count: int) -> None:
+            news = [SampledSince(first.pop(0), *_drawn(np.arange(4)), (), "life") for _ in range(count)]
+            asked.tell("sampled", pack_sampled([each._replace(end=(0, "stop", 1.5, None)) for each in news], policy="policy"))
+            asked.tell("pull", count)
+            for _ in range(4):
+                await asyncio.sleep(0)
+
+        asked.tasks += [asyncio.ensure_future(asked.call(f"s{number}")) for number in range(20)]
+        await end(5)
+        assert sent == [] and asked.pool.num_waiting == 20
+        await end(3)
+        assert sent == [8]
+        await end(1)
+        asked.tasks.append(asyncio.ensure_future(asked.pool.generate(asked.tasks[0].result().append([7]), Sampling())))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert sent[1:] == [1], "its KV cache may be there still, and tools are not to wait longer"
+        assert asked.pool.num_waiting == 12
+
+
+async def test_an_engine_of_few_slots_is_sent_a_call_whenever_one_ends() -> None:
+    async with asking(calls=14) as asked:
+        request = next(iter(asked.engine.requests.values()))
+        asked.tasks.append(asyncio.ensure_future(asked.call("more")))
+        news = [SampledSince(request, *_drawn(np.arange(4)), (), "life", end=(0, "stop", 1.5, None))]
+        asked.tell("sampled", pack_sampled(news, policy="policy"))
+        asked.tell("pull", 1)
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert not asked.pool.num_waiting
