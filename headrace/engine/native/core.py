@@ -78,8 +78,7 @@ class EngineCore:
         and sampling in Triton; None means on a GPU, except in exact mode. `graphs`: capture steps as CUDA graphs.
         `record_routing`: keep which experts each token was sent to, if the model's routers can be read.
         `record_entropy`: keep the entropy of each token's distribution. `adapter_places`: versions of an adapter that fast
-        steps on a GPU hold; more make them slower. `keeps_leases`: an update by `Interrupt.LEASE` leaves rollouts between two
-        turns the adapter they began with, until they are released; without it, only running calls."""
+        steps on a GPU hold; more make them slower. `keeps_leases`: `Interrupt.LEASE` is for all turns, until `release`."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
         self.num_slots = slots
