@@ -138,10 +138,7 @@ def _open_lock(folder: Path) -> IO[str]:
 
 def remove_unused(folder: Path) -> None:
     """Remove a folder unless a process uses it."""
-    with (
-        contextlib.suppress(OSError),
-        (folder / FOLDER_LOCK).open("a") as lock,
-    ):  # an OSError: used, or removed by another process
+    with contextlib.suppress(OSError), (folder / FOLDER_LOCK).open("a") as lock:  # an OSError: used, or removed by another process
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _is_lock_of(folder, lock):
             return
