@@ -52,8 +52,8 @@ def check_environment(settings: EnvironmentSettings, *, environment: object = No
             _check_options(found, settings.options, name)
             if isinstance(found, type) and issubclass(found, StepEnvironment):  # whose worlds are made later
                 _made(functools.partial(found, **settings.options), name)
-        if isinstance(found, type) or environment is not None:
-            _check_run(found, name, found.__name__ if isinstance(found, type) else type(found).__name__)
+        if isinstance(found, type):
+            _check_run(found, name, found.__name__)
 
 
 def make_environment(

@@ -6,6 +6,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from headrace.config import load_recipe
+from headrace.envs import check_environment, is_single_turn
 from headrace.errors import in_words
 from headrace.launch import (
     UserInputs,
@@ -98,4 +99,20 @@ def check_columns(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
         yield Finding("warning", note.replace("held-out   ", "held-out tasks: "), "keep those rows out of one of the two")
 
 
-CHECKS: tuple[Check, ...] = (check_recipe, check_tasks, check_held_out, check_sft, check_reward_names, check_columns)
+@check("recipe", fix="correct the [environment] section; docs/environments.md says what it takes")
+def check_episodes(subject: Subject, recipe: Recipe) -> Iterator[Finding]:
+    if recipe.uses_tasks:
+        check_environment(recipe.environment)
+        if not is_single_turn(recipe.environment):
+            yield Finding("ok", "environment: its names can be imported and take environment.options")
+
+
+CHECKS: tuple[Check, ...] = (
+    check_recipe,
+    check_tasks,
+    check_held_out,
+    check_sft,
+    check_reward_names,
+    check_columns,
+    check_episodes,
+)

@@ -136,6 +136,17 @@ def test_an_unknown_key_is_named_with_the_nearest(recipe) -> None:
     assert "train.bach is not a setting" in finding.what and finding.fix == "did you mean train.batch?"
 
 
+def test_an_option_that_an_environment_does_not_take(recipe) -> None:
+    (recipe.folder / "adding.py").write_text(
+        'def add(a: int) -> int:\n    """Add one.\n\n    Args:\n        a: the number\n    """\n    return a + 1\n'
+    )
+    tools = [f"{recipe.folder / 'adding.py'}:add"]
+    finding = only(recipe.examine(environment__tools=tools, environment__options={"max_turnz": 3}), "problem")
+    assert "environment.options.max_turnz" in finding.what and finding.fix == "did you mean environment.options.max_turns?"
+    found = recipe.examine(environment__tools=tools, environment__options={"max_turns": 3})
+    assert any(finding.what.startswith("environment: ") for finding in found if finding.level == "ok")
+
+
 def test_a_prompt_column_that_is_missing(recipe) -> None:
     findings = recipe.write(tasks=[{"question": "?", "answer": "x"}]).examine()
     assert "row 0 has no 'prompt' column" in only(findings, "problem").what
