@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import zlib
@@ -53,7 +54,8 @@ def unpack_tokens(rows: Array) -> tuple[Array, Array, Array]:
     return rows[:, 0], rows[:, 1].view(np.float32), rows[:, 2]
 
 
-class HeldAdapter(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class HeldAdapter:
     """An older version of the adapter, whose memory is free when the last request that holds it ends; or one that is served
     under its own name."""
 
@@ -61,6 +63,8 @@ class HeldAdapter(NamedTuple):
     tensors: Mapping[str, Tensor]
     memory: Tensor | None = None
     """All of them as bytes, if they lie as the engine's own do."""
+    serial: int = field(default_factory=itertools.count(1).__next__)
+    """Names it in the prefix cache: no other ever has it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -106,6 +110,11 @@ class Request:
     masks: list[Array] = field(default_factory=list)
     num_reported: int = 0
     """Sampled tokens that `growth` has reported."""
+
+    @property
+    def adapter(self) -> int:
+        """The serial number of the adapter that it holds; 0 if none."""
+        return 0 if self.held is None else self.held.serial
 
     def check(self, *, context: int, vocabulary: int, has_tokenizer: bool) -> None:
         """Raise if no engine with this context and vocabulary can generate it."""
