@@ -55,6 +55,11 @@ def books_close(summary: dict[str, Any]) -> bool:
     return counts.pop("submitted") == sum(counts.values()) > 0
 
 
+def mismatches(rows: list[dict[str, Any]]) -> list[float]:
+    """Of the versions that trained rollouts which they sampled themselves: others have none."""
+    return [row["train/mismatch_max"] for row in rows if "train/mismatch_max" in row]
+
+
 def weights(checkpoint: str | Path | None) -> dict[str, torch.Tensor]:
     assert checkpoint is not None
     return load_file(f"{checkpoint}/model.safetensors")
