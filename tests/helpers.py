@@ -1,15 +1,18 @@
-"""Small real runs for the orchestration tests."""
+"""Small real runs for the orchestration tests, and what memory tensors take."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import headrace
 from headrace.run.checkpoint import CheckpointError
@@ -55,6 +58,11 @@ def books_close(summary: dict[str, Any]) -> bool:
     return counts.pop("submitted") == sum(counts.values()) > 0
 
 
+def mismatches(rows: list[dict[str, Any]]) -> list[float]:
+    """Of the versions that trained rollouts which they sampled themselves: others have none."""
+    return [row["train/mismatch_max"] for row in rows if "train/mismatch_max" in row]
+
+
 def weights(checkpoint: str | Path | None) -> dict[str, torch.Tensor]:
     assert checkpoint is not None
     return load_file(f"{checkpoint}/model.safetensors")
@@ -98,3 +106,22 @@ def run_on_a_full_disk(run: Callable[..., RunResult], disk: Path, cache: Path) -
     assert result.summary["status"] == "finished" and result.summary["accounting"]["trained"] == 9 * 16
     assert not Path(rescued).exists()
     return caught.value
+
+
+class LiveStorages(TorchDispatchMode):
+    """The most bytes that tensors made within it had at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._alive = 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {each.untyped_storage()._cdata for each in filter(torch.is_tensor, tree_leaves((args, kwargs)))}
+        result = function(*args, **(kwargs or {}))
+        for each in filter(torch.is_tensor, tree_leaves(result)):
+            storage = each.untyped_storage()
+            if storage._cdata not in given and storage._cdata not in self._alive:
+                self._alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result

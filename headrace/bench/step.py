@@ -158,7 +158,7 @@ def step_rows(plan: Plan, variant: Variant, seen: Sequence[dict[str, Any]], *, p
     rate = statistics.median(row["tokens_per_second"] for row in seen)
     if variant.has_tail:  # side by side, steps differ in their tokens
         rate = sum(row["tokens_per_second"] * row["seconds"] for row in seen) / sum(row["seconds"] for row in seen)
-    mismatch = [row["train/mismatch"] for row in seen if row.get("train/mismatch")]  # none of versions without own rollouts
+    mismatch = [row["train/mismatch"] for row in seen if "train/mismatch" in row]
     return [
         Row(f"{name}: step", statistics.median(row["seconds"] for row in seen), "s"),
         Row(f"{name}: completions", rate, "tokens/s", peers=others),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import zlib
@@ -55,7 +56,8 @@ def unpack_tokens(rows: Array) -> tuple[Array, Array, Array]:
     return rows[:, 0], rows[:, 1].view(np.float32), rows[:, 2]
 
 
-class HeldAdapter(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class HeldAdapter:
     """An older version of the adapter, whose memory is free when the last rollout that holds it ends; or one that is served
     under its own name."""
 
@@ -65,6 +67,8 @@ class HeldAdapter(NamedTuple):
     """All of them as bytes, if they lie as the engine's own do."""
     lineage: str | None = None
     """Of the run that made it, if it is served under its own name; "" if that is unknown."""
+    serial: int = field(default_factory=itertools.count(1).__next__)
+    """Names it in the prefix cache: no other ever has it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -110,6 +114,11 @@ class Request:
     masks: list[Array] = field(default_factory=list)
     num_reported: int = 0
     """Sampled tokens that `growth` has reported."""
+
+    @property
+    def adapter(self) -> int:
+        """The serial number of the adapter that it holds; 0 if none."""
+        return 0 if self.held is None else self.held.serial
 
     def check(self, *, context: int, vocabulary: int, has_tokenizer: bool) -> None:
         """Raise if no engine with this context and vocabulary can generate it."""

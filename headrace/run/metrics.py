@@ -168,10 +168,12 @@ def settled_shares(before: Mapping[str, int], now: Mapping[str, int]) -> dict[st
 
 
 def trainer_metrics(seen: list[dict[str, float]], *, memory_peak: int) -> dict[str, float]:
-    """Means over the optimizer steps that report a metric. The mismatch is the first step's, before the weights move."""
+    """Means over the optimizer steps that report a metric. The mismatch is the first step's, before the weights move, if that
+    step has one."""
+    later = [{name: step[name] for name in step if name not in ("mismatch", "mismatch_max")} for step in seen[1:]]
+    seen = [seen[0], *later]
     names = dict.fromkeys(name for step in seen for name in step)
     metrics = {name: float(np.mean([step[name] for step in seen if name in step])) for name in names}
-    metrics |= {name: seen[0][name] for name in ("mismatch", "mismatch_max")}
     return {f"train/{name}": value for name, value in (metrics | {"memory_peak": float(memory_peak)}).items()}
 
 

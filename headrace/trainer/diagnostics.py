@@ -1,10 +1,10 @@
 """Metrics of a step, summed over its passes so that they do not depend on packing either.
 
 `mismatch` is |Δ logprob| over rollouts sampled entirely by the version being trained: engine and trainer hold the same weights,
-so it measures numerics alone. `kl`, `chi2` and `ess` compare the policy with the versions that sampled the tokens: they measure
-staleness at its actual lag, with numerics on top. `correction`, `correction_ess` and `masked` are of the product of all
-corrections. `routing_differs` is the share of recorded choices of experts, one per target and layer, that live routers would
-have made differently.
+so it measures numerics alone. A step without such rollouts has none. `kl`, `chi2` and `ess` compare the policy with the
+versions that sampled the tokens: they measure staleness at its actual lag, with numerics on top. `correction`,
+`correction_ess` and `masked` are of the product of all corrections. `routing_differs` is the share of recorded choices of
+experts, one per target and layer, that live routers would have made differently.
 """
 
 from __future__ import annotations
@@ -89,18 +89,17 @@ class Diagnostics:
         if largest is None:
             return {
                 "loss": scale * sum(sums.values()),
-                **dict.fromkeys(("tokens", "mismatch", "mismatch_max", "ess", "chi2", "version_spread"), 0.0),
+                **dict.fromkeys(("tokens", "ess", "chi2", "version_spread"), 0.0),
             }
         mismatch_max, newest, minus_oldest = largest
         num_differing, num_recorded = totals.pop("differing", 0.0), totals.pop("recorded", 0.0)
         squared, correction_squared = sums.pop("ratio_squared"), sums.pop("correction_squared")
-        mismatch = sums.pop("mismatch") / max(sums.pop("is_current"), 1)
+        mismatch, num_current = sums.pop("mismatch"), sums.pop("is_current")
         return {
             "loss": scale * sums.pop("loss"),
             "tokens": count,
             **{name: total / count for name, total in sums.items()},
-            "mismatch": mismatch,
-            "mismatch_max": mismatch_max,
+            **({"mismatch": mismatch / num_current, "mismatch_max": mismatch_max} if num_current else {}),
             "ess": sums["ratio"] ** 2 / (count * squared) if squared else 0.0,
             "chi2": squared / count - 1,
             "correction_ess": sums["correction"] ** 2 / (count * correction_squared) if correction_squared else 0.0,

@@ -224,6 +224,8 @@ def test_diagnostics_are_the_loop_and_do_not_depend_on_packing() -> None:
     }
     for cuts in ([[0, 1, 2, 3, 4, 5]], [[5, 2], [1], [0, 3, 4]]):
         assert in_passes(tokens, asked, is_current, cuts) == pytest.approx(expected)
+        stale = in_passes(tokens, asked, torch.zeros_like(is_current), cuts)
+        assert stale.keys() == expected.keys() - {"mismatch", "mismatch_max"}, "what was not measured is no agreement"
 
 
 def test_diagnostics_wait_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:

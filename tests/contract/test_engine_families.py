@@ -16,12 +16,15 @@ import torch
 from families import make
 from stepping import TOLERANCE, ask, assert_nothing_is_held, assert_same_draws, generate, make_core, prompt_rows, run
 
+from headrace.engine.native.engine import NativeEngine
 from headrace.model.attention import EXACT_ROWS, AttentionSpec, PackedContext, attend, causal
 from headrace.model.head import Head
-from headrace.model.load import hidden_states, prepare
+from headrace.model.load import ModelError, hidden_states, prepare
 from headrace.model.packing import score
 from headrace.model.routers import find_readable_routers
+from headrace.observe import Timeline
 from headrace.records import FinishReason, Rollout, Sampling, unknown_expert
+from headrace.sync import Lineage, MemoryTransport, WeightSync
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -448,6 +451,20 @@ def test_an_aborted_rollout_knows_the_experts_of_all_but_its_last_token(family: 
     computed = np.flatnonzero((routing != unknown_expert(routing.dtype)).all(axis=(1, 2)))
     assert 0 < len(computed) < PROMPT and computed.tolist() == list(range(len(computed)))
     assert np.array_equal(np.sort(routing[computed]), np.sort(routing_of(model, waiting.done)[computed]))
+
+
+@every_routed
+async def test_an_engine_scores_with_the_recorded_experts(family: str) -> None:
+    core = make_core(shared_model(family, exact=True), exact=True, record_routing=True)
+    engine = NativeEngine(core, sync=WeightSync(Lineage("life"), MemoryTransport()), timeline=Timeline("engine"))
+    rollout = generate(core, prompt(), Sampling(max_tokens=NEW, seed=5))
+    shifted = rollout.expert_routing.copy()
+    shifted[:-1] = (shifted[:-1] + 1) % 4
+    recorded, moved = await engine.score([rollout, rollout.replace(expert_routing=shifted)])
+    assert np.array_equal(recorded[rollout.is_sampled], rollout.logprobs[rollout.is_sampled])
+    assert np.abs(moved - recorded)[rollout.is_sampled].mean() > 0.1
+    with pytest.raises(ModelError, match="names expert 9"):
+        await engine.score([rollout.replace(expert_routing=np.full_like(shifted, 9))])
 
 
 @each(DENSE)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 PROMPTS = {"base": [7, 8, 9, 10] * 6, "one": [7, 8, 9, 10] * 6, "two": [7, 8, 9, 10] * 6}
 """The same for all, and longer than a KV block, so that a prefix computed with one adapter would be found by another."""
+CACHED = 16
+"""Of a prompt's 24 tokens, those in its full KV block."""
 
 
 def write_adapter(folder: Path, base: str, *, seed: int, **settings: Any) -> Path:
@@ -50,22 +52,31 @@ def options(model: object, folders: Mapping[str, Path]) -> Namespace:
 
 
 def sample(core: EngineCore, held: Mapping[str, HeldAdapter | None]) -> dict[str, Rollout]:
+    return sample_counting(core, held)[0]
+
+
+def sample_counting(core: EngineCore, held: Mapping[str, HeldAdapter | None]) -> tuple[dict[str, Rollout], int]:
+    """A rollout of each, and how many tokens of their prompts were computed."""
     done: dict[str, Rollout] = {}
     for name, each in held.items():
         sampling = Sampling(max_tokens=12, seed=3)
         on_done: Any = lambda rollout: done.__setitem__(rollout.id, rollout)  # noqa: E731
         core.submit(Request(Rollout.from_prompt(PROMPTS[name], id=name), sampling, on_done=on_done, held=each))
+    num_rows = 0
     while core.has_work:
-        core.step()
-    return done
+        num_rows += core.step().prompt_rows
+    return done, num_rows
 
 
 def test_in_one_batch_each_gives_what_it_gives_alone(tiny_model: str, folders: dict[str, Path]) -> None:
     core, _, adapters = _load(options(tiny_model, folders))
     held: dict[str, HeldAdapter | None] = {"base": None, **adapters}
-    together = sample(core, held)
+    together, num_rows = sample_counting(core, held)
+    assert num_rows == 3 * 24, "they shared what each computes differently"
     for name in (*held, "base"):  # the second time in a row, and after the others, with their prefixes cached
-        again = sample(core, {name: held[name]})[name]
+        rollouts, num_rows = sample_counting(core, {name: held[name]})
+        again = rollouts[name]
+        assert num_rows == 24 - CACHED, name
         alone = EngineCore(load_model(str(folders.get(name, tiny_model))), name="alone", slots=8, context=64)
         expected = sample(alone, {name: None})[name]
         for found in (together[name], again):
@@ -100,6 +111,46 @@ def test_rows_of_one_adapter_lie_side_by_side_and_have_its_version_and_lineage(
         core.step()
     found = {id.split()[0]: (rollout.lineage, int(rollout.versions[-1])) for id, rollout in done.items()}
     assert found == {"one": ("", 0), "two": ("", 0), "three": ("run", 7), "base": ("base's", 0)}
+
+
+def test_a_prefix_is_found_as_long_as_its_adapter_is_there(tiny_model: str, folders: dict[str, Path]) -> None:
+    core, _, adapters = _load(options(tiny_model, folders))
+
+    def count(name: str) -> int:
+        return sample_counting(core, {name: adapters.get(name)})[1]
+
+    assert [count(name) for name in ("base", "one", "two")] == [24, 24, 24]
+    core.changed_weights(policy="policy", lineage="", version=1)
+    assert [count(name) for name in ("base", "one", "two")] == [24, 24 - CACHED, 24 - CACHED]
+    one = adapters.pop("one")
+    adapters["one"] = HeldAdapter(one.version, one.tensors)  # the same values, but nobody knows that
+    assert count("one") == 24
+    core.forget_kept()
+    pool = core.scheduler.pool
+    cached, free = len(pool._key_of), len(pool._free)
+    del one
+    core.changed_weights(policy="policy", lineage="", version=1)  # the base's prefixes go, and those of the first "one"
+    assert (len(pool._key_of), len(pool._free)) == (cached // 2, free + cached // 2)
+    assert [count(name) for name in ("one", "two")] == [24 - CACHED, 24 - CACHED]
+
+
+def test_a_next_turn_computes_what_is_new_with_the_same_adapter(tiny_model: str, folders: dict[str, Path]) -> None:
+    core, _, adapters = _load(options(tiny_model, folders))
+    first = sample(core, {"one": adapters["one"]})["one"]
+    reply = first.append([5, 6])
+    done: list[Rollout] = []
+    core.submit(Request(reply, Sampling(max_tokens=2, seed=4), on_done=done.append, held=adapters["one"]))
+    core.submit(Request(reply, Sampling(max_tokens=2, seed=4), on_done=done.append, held=adapters["two"]))
+    assert core.step().prompt_rows == (1 + 2) + len(reply)
+    while core.has_work:
+        core.step()
+    for held, rollout in zip(("one", "two"), tuple(done), strict=True):
+        alone = EngineCore(load_model(str(folders[held])), name="alone", slots=8, context=64)
+        alone.submit(Request(reply, Sampling(max_tokens=2, seed=4), on_done=done.append))
+        while alone.has_work:
+            alone.step()
+        assert done[-1].token_ids.tolist() == rollout.token_ids.tolist()
+        np.testing.assert_allclose(done[-1].logprobs, rollout.logprobs, atol=1e-5)
 
 
 def test_requests_choose_by_name(tiny_model: str, folders: dict[str, Path]) -> None:

@@ -12,6 +12,7 @@ import families
 import numpy as np
 import pytest
 import torch
+from helpers import LiveStorages
 from transformers import AutoModelForCausalLM
 
 from headrace.algorithms import REFERENCE
@@ -302,7 +303,7 @@ def test_only_the_adapter_is_trained_published_and_saved(tiny_model: str, tmp_pa
         assert torch.equal(tensor, again.arena.views[name])
 
 
-def test_the_reference_is_the_policy_without_its_adapter_and_takes_no_memory(tiny_model: str) -> None:
+def test_the_reference_is_the_policy_without_its_adapter(tiny_model: str) -> None:
     trainer = make_trainer(tiny_model)
     rollouts = sampled(load_model(tiny_model), 6)
     base = score(load_model(tiny_model), Head(trainer.model), rollouts, budget=512)
@@ -311,6 +312,22 @@ def test_the_reference_is_the_policy_without_its_adapter_and_takes_no_memory(tin
     for rollout, theirs, ours, adapted in zip(rollouts, base, without, with_it, strict=True):
         np.testing.assert_allclose(ours[rollout.loss_mask], theirs[rollout.loss_mask], atol=1e-5)
         assert not np.allclose(adapted[rollout.loss_mask], theirs[rollout.loss_mask], atol=1e-3)
+
+
+def test_the_reference_takes_no_memory(tiny_model: str) -> None:
+    """From before the trainer is built until the reference is computed. Without an adapter it is a second model."""
+    batch = make_batch(sampled(load_model(tiny_model), 6))
+    model = sum(parameter.nbytes for parameter in load_model(tiny_model).parameters())
+
+    def peak(lora: dict[str, int], kl: float) -> int:
+        recipe = make_recipe({"tasks": [{"source": "builtin:sort_digits"}], "train": {"kl": kl}, "lora": lora})
+        with LiveStorages() as alive:
+            trainer = build.build_trainer(recipe, tiny_model, device="cpu")
+            trainer.forward(batch, column=REFERENCE if kl else "proximal")
+        return alive.peak
+
+    assert peak({"rank": 4}, 0.1) <= peak({"rank": 4}, 0.0) + 0.01 * model
+    assert peak({}, 0.1) >= peak({}, 0.0) + model
 
 
 def test_a_run_with_kl_loads_the_model_once(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

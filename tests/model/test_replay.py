@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 4, 2, 37
+VARIANTS = {
+    "qwen3_moe_plain": ("qwen3_moe", {"norm_topk_prob": False}),
+    "deepseek_v3_grouped": ("deepseek_v3", {"n_group": 2, "topk_group": 1}),  # both experts are of the better half
+}
 TOKENS = torch.randint(3, 96, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
 
 
@@ -35,8 +39,9 @@ def make_moe(family: str) -> tuple[transformers.PreTrainedModel, Routers]:
             if parameter.ndim >= 2:
                 torch.nn.init.normal_(parameter, std=0.2)
     else:
-        model = make(family.removesuffix("_plain"), norm_topk_prob=not family.endswith("_plain"))
-    if family == "deepseek_v3":
+        name, changes = VARIANTS.get(family, (family, {}))
+        model = make(name, **{"norm_topk_prob": True, **changes})
+    if family.startswith("deepseek_v3"):
         for layer in model.model.layers[1:]:  # changes the choice and not the weights
             layer.mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.0, 0.4, -0.4, 0.2]))
     routers = find_readable_routers(prepare(model, name=family))
@@ -46,17 +51,17 @@ def make_moe(family: str) -> tuple[transformers.PreTrainedModel, Routers]:
 
 def weights_by_hand(family: str, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """What each family's paper says of the chosen experts' weights."""
-    every = logits.sigmoid() if family == "deepseek_v3" else logits.softmax(dim=-1)
+    every = logits.sigmoid() if family.startswith("deepseek_v3") else logits.softmax(dim=-1)
     if family in ("gpt_oss", "granitemoe"):
         return logits.gather(-1, chosen).softmax(dim=-1)
     weights = every.gather(-1, chosen)
     if family == "qwen3_moe_plain":
         return weights
-    return weights / weights.sum(dim=-1, keepdim=True) * (2.5 if family == "deepseek_v3" else 1.0)
+    return weights / weights.sum(dim=-1, keepdim=True) * (2.5 if family.startswith("deepseek_v3") else 1.0)
 
 
-FAMILIES = ["qwen3_moe", "qwen3_moe_plain", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe"]
-OFTEN = ("qwen3_moe", "deepseek_v3")
+FAMILIES = ["qwen3_moe", "qwen3_moe_plain", "mixtral", "deepseek_v3", "deepseek_v3_grouped", "gpt_oss", "granitemoe"]
+OFTEN = ("qwen3_moe", "deepseek_v3_grouped")
 every_family = pytest.mark.parametrize(
     "family", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.long) for each in FAMILIES]
 )
@@ -103,6 +108,9 @@ def test_every_layer_takes_the_recorded_experts_and_weighs_them_by_its_formula(f
     order = np.random.default_rng(0).permuted(np.tile(np.arange(NUM_EXPERTS), (NUM_TOKENS, routers.num_layers, 1)), axis=-1)
     forced = torch.from_numpy(order[..., :TOP_K]).to(torch.int16)
     forced[5], forced[-1] = -1, -1
+    if family == "deepseek_v3_grouped":
+        halves = own // 2, forced // 2
+        assert torch.equal(halves[0][..., 0], halves[0][..., 1]) and not torch.equal(halves[1][..., 0], halves[1][..., 1])
     outputs.clear()
     with routers.replaying(forced) as differs:
         hidden, used = record(model, routers)
@@ -224,7 +232,6 @@ def test_a_router_that_chooses_otherwise_is_refused(forward: Callable, reason: s
         routers.check_replay(model)
 
 
-@pytest.mark.long
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_a_compiled_model_replays_in_one_graph(family: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from helpers import books_close, small_run
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 
 from headrace.config import make_recipe
 from headrace.engine.native.engine import NativeEngine
-from headrace.model import load_model
+from headrace.model import Head, adapter_of, load_model, score
+from headrace.observe.sinks import read_metrics
 from headrace.partial import Interrupt
+from headrace.records import Rollout
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -72,8 +75,17 @@ def test_adapters_travel_between_processes(tmp_path: Path, transport: str) -> No
         partial={"interrupt": "lease"},
         staleness={"max_lag": 2},
         sampling={"max_tokens": 20},
+        train={"learning_rate": 1e-2},
     )
     assert books_close(run.summary) and run.summary["version"] == 3
+    rows, trained = read_metrics(run.folder / "metrics.jsonl"), adapter(run.checkpoint)
+    assert {row["sync_bytes"] for row in rows} == {sum(tensor.nbytes for tensor in trained.values())}
+    assert all(row["canary"] < 1e-4 for row in rows)
+    model, rollout = load_model(str(run.checkpoint)), Rollout.from_prompt(range(6, 30), id="r")
+    found = score(model, Head(model), [rollout], budget=64)[0]
+    with adapter_of(model).off():
+        base = score(model, Head(model), [rollout], budget=64)[0]
+    assert np.abs(found - base).mean() > 1e-2, "an engine without the trained adapter would pass the canary too"
 
 
 def test_what_does_not_go_with_an_adapter_is_refused() -> None:

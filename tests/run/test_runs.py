@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import TASKS, books_close, length_reward, same_weights, small_run, weights
+from helpers import TASKS, books_close, length_reward, mismatches, same_weights, small_run, weights
 
 import headrace
 from headrace.engine.stop_strings import completes, decoder_of
@@ -18,6 +18,7 @@ from headrace.observe.inspect import read_rollouts
 from headrace.observe.sinks import read_metrics
 from headrace.observe.timeline import STATES
 from headrace.records import FinishReason
+from headrace.run.metrics import trainer_metrics
 
 SUMMARY_KEYS = {
     "status", "steps", "version", "success_before", "success_after", "greedy_before", "greedy_after", "seconds", "tokens",
@@ -110,7 +111,7 @@ def test_every_setting_runs_and_the_books_close(tmp_path, settings):
     result = small_run(tmp_path / "run", steps=5, **settings)
     assert result.summary["status"] == "finished" and books_close(result.summary)
     rows = read_metrics(result.folder / "metrics.jsonl")
-    assert all(np.isfinite(row["train/loss"]) and row["train/mismatch_max"] < 1e-4 for row in rows)
+    assert all(np.isfinite(row["train/loss"]) for row in rows) and max(mismatches(rows)) < 1e-4
     if settings.get("buffer", {}).get("kind") == "synchronous":
         assert result.summary["lag"]["max"] == 0
     if settings.get("partial", {}).get("interrupt") == "drain":
@@ -320,7 +321,7 @@ def test_rollouts_are_computed_again_inside_their_calls(tmp_path, monkeypatch):
     rollouts = [rollout for step in range(1, 6) for rollout in read_rollouts(result.folder, step)[1]]
     assert all(len(rollout.calls) == 1 and rollout.finish_reason is not FinishReason.ABORT for rollout in rollouts)
     assert any(len(set(rollout.versions[rollout.is_sampled].tolist())) > 1 for rollout in rollouts)
-    assert all(row["train/mismatch_max"] < 1e-4 for row in read_metrics(result.folder / "metrics.jsonl"))
+    assert max(mismatches(read_metrics(result.folder / "metrics.jsonl"))) < 1e-4
 
 
 def test_special_tokens_are_no_part_of_the_text_that_stop_texts_are_looked_for_in():
@@ -355,3 +356,10 @@ def test_rollouts_end_at_the_stop_text(tmp_path, interrupt):
             assert rollout.token_ids[-1] in ends or rollout.num_sampled == 24
             assert not set(ends) & set(rollout.token_ids[rollout.is_sampled][:-1].tolist())
     assert num_stopped >= 10
+
+
+def test_the_mismatch_is_that_of_the_first_optimizer_step_if_it_has_one() -> None:
+    first, later = {"loss": 1.0, "mismatch": 0.1, "mismatch_max": 0.2}, {"loss": 3.0, "mismatch": 0.5, "mismatch_max": 0.6}
+    seen = trainer_metrics([first, later], memory_peak=1)
+    assert seen == {"train/loss": 2, "train/mismatch": 0.1, "train/mismatch_max": 0.2, "train/memory_peak": 1}
+    assert trainer_metrics([{"loss": 1.0}, later], memory_peak=1) == {"train/loss": 2, "train/memory_peak": 1}

@@ -6,15 +6,13 @@ import dataclasses
 import math
 import subprocess
 import sys
-import weakref
 from typing import TYPE_CHECKING
 
 import families
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from helpers import LiveStorages
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from headrace.bench.loads import QWEN3_0_6B, model_shape
@@ -167,25 +165,6 @@ def test_a_steps_temporaries_are_predicted(name: str) -> None:
     away = middling(tokens=16, optimizer=name, offload=("optimizer",))  # so that the step is the peak
     assert away.total == away.weights + away.masters + away.gradients + away.moments + away.step
     assert (away.step > 0) == (name != "adamw")
-
-
-class LiveStorages(TorchDispatchMode):
-    """The most bytes that tensors made within it had at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self._alive = 0, {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {each.untyped_storage()._cdata for each in filter(torch.is_tensor, tree_leaves((args, kwargs)))}
-        result = function(*args, **(kwargs or {}))
-        for each in filter(torch.is_tensor, tree_leaves(result)):
-            storage = each.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._alive:
-                self._alive[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self._alive.pop, storage._cdata)
-        self.peak = max(self.peak, sum(self._alive.values()))
-        return result
 
 
 def test_settings_that_save_memory_do_in_this_order() -> None:

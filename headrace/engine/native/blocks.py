@@ -4,9 +4,9 @@ Every running rollout holds a reference to the blocks of its tokens. A full bloc
 share it. Two ways lead back to a block:
 
 - The prefix cache finds a full block by its token ids and the block before it, back to a root that names the weights, (lineage,
-  version): versions never mix.
+  version) or an adapter that requests hold: versions never mix.
 - A rollout that has left its slot is kept by its id, for its next turn and for its forks, up to its last computed token and
-  whatever weights computed it.
+  whatever weights computed it, but with the same adapter.
 
 Unreferenced blocks that either leads to are idle: they stay until a running rollout needs them, least recently used first.
 """
@@ -113,7 +113,7 @@ class BlockPool:
 
     def kept(self, rollout_id: str) -> Computed:
         """What is left of a rollout without a slot, perhaps nothing."""
-        return self._kept.get(rollout_id, _NOTHING)
+        return self._kept.get(rollout_id, NOTHING)
 
     def release(self, rollout_id: str) -> None:
         """It will not continue: its blocks are taken next, the last first, unless another kept rollout has them too."""
@@ -124,7 +124,7 @@ class BlockPool:
                 self._idle.move_to_end(block, last=False)
 
     def _drop(self, rollout_id: str) -> None:
-        for block in self._kept.pop(rollout_id, _NOTHING).blocks:
+        for block in self._kept.pop(rollout_id, NOTHING).blocks:
             self._keepers[block].discard(rollout_id)
             if not self._keepers[block]:
                 del self._keepers[block]
@@ -132,14 +132,21 @@ class BlockPool:
                     del self._idle[block]
                     self._free.append(block)
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache; referenced and kept blocks stay with their holders."""
-        self._cached.clear()
-        self._key_of.clear()
-        self._kept.update((name, replace(computed, chain=None)) for name, computed in self._kept.items())
-        for block in [each for each in reversed(self._idle) if each not in self._keepers]:
+    def forget_prefixes(self, *, but: Iterable[Hashable] = ()) -> set[Hashable]:
+        """Empty the prefix cache, except of what starts from these roots; referenced and kept blocks stay with their holders.
+        Returns these roots and the numbers of the blocks that stay in the cache."""
+        left = set(but)
+        for key, (block, number) in list(self._cached.items()):  # a block comes after the one before it
+            if key[0] in left:
+                left.add(number)
+            else:
+                del self._cached[key], self._key_of[block]
+        gone = {name: replace(each, chain=None) for name, each in self._kept.items() if each.chain not in left}
+        self._kept.update(gone)
+        for block in [each for each in reversed(self._idle) if each not in self._keepers and each not in self._key_of]:
             del self._idle[block]
             self._free.append(block)
+        return left
 
     def forget_kept(self, *, but: Container[str] = ()) -> None:
         """Keep no rollout but these; blocks in the prefix cache stay there."""
@@ -148,8 +155,8 @@ class BlockPool:
 
     def hold(self, held: HeldAdapter) -> None:
         """What the newest adapter has computed is from now on this one's."""
-        newest = {name: computed for name, computed in self._kept.items() if computed.held is None}
-        self._kept.update((name, replace(computed, held=held)) for name, computed in newest.items())
+        newest = {name: computed for name, computed in self._kept.items() if not computed.adapter}
+        self._kept.update((name, replace(computed, adapter=held.serial)) for name, computed in newest.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +168,8 @@ class Computed:
     num_tokens: int
     chain: Hashable = None
     """Number of the last full block in the prefix cache; None if its blocks mix versions."""
-    held: HeldAdapter | None = None
-    """The older adapter that computed them, if that is leased."""
+    adapter: int = 0
+    """Serial number of the adapter that its rollout held; 0 if none."""
 
 
-_NOTHING = Computed(np.zeros(0, dtype=np.int32), [], 0)
+NOTHING = Computed(np.zeros(0, dtype=np.int32), [], 0)

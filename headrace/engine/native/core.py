@@ -81,9 +81,7 @@ class EngineCore:
         steps on a GPU hold; more make them slower. `keeps_leases`: `Interrupt.LEASE` is for all turns, until `release`."""
         self.model, self.name, self.context, self.exact = model, name, context, exact
         self.version, self.lineage, self.policy = 0, "", "policy"
-        self.num_slots = slots
-        self.num_sampled = 0
-        self.is_asleep = False
+        self.num_slots, self.num_sampled, self.is_asleep = slots, 0, False
         self._decode = decode
         self._launched: deque[_LaunchedStep] = deque()
         device = next(model.parameters()).device
@@ -105,10 +103,11 @@ class EngineCore:
         num_blocks = num_blocks or shape.choose_num_blocks(
             block_size, slots=slots, context=context, most_blocks=most_blocks, max_tokens=max_tokens
         )
-        recorded = routers if record_routing else None
-        self.cache = PagedCache(shape, num_blocks=num_blocks, block_size=block_size, routers=recorded)
-        num_blocks_each = math.ceil(context / block_size)
-        self._slots = Slots(slots=slots, context=context, blocks=num_blocks_each, records_entropy=record_entropy)
+        self.cache = PagedCache(
+            shape, num_blocks=num_blocks, block_size=block_size, routers=routers if record_routing else None
+        )
+        most = math.ceil(context / block_size)
+        self._slots = Slots(slots=slots, context=context, blocks=most, records_entropy=record_entropy)
         self.runner: Runner
         if twin is None:
             self.runner = PlainRunner(model, self.head, self.cache, self._slots, exact=exact, routers=routers)

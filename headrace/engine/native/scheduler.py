@@ -12,10 +12,11 @@ import math
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 
-from headrace.engine.native.blocks import BlockPool, Computed
+from headrace.engine.native.blocks import NOTHING, BlockPool, Computed
 from headrace.engine.native.step import Chunk, StepPlan
 from headrace.engine.request import MOST_LEASES, SampledTokens
 from headrace.records import FinishReason
@@ -58,6 +59,7 @@ class Scheduler:
         self.is_admitting = True  # whether new requests are started; retracted ones always are
         self.num_retractions = 0
         self._root: Hashable = ("", 0)
+        self._held: WeakSet[HeldAdapter] = WeakSet()  # those that blocks in the prefix cache were computed with
         self._max_sampled, self._max_prompt_tokens = max_sampled, max_prompt_tokens
         self._computing: dict[Request, PrefixKey] = {}  # prompts in progress; followers wait for theirs
         self._leaders: dict[PrefixKey, Request] = {}  # those that others with the same key follow
@@ -181,7 +183,7 @@ class Scheduler:
             request.held = self.leases.get(rollout.id)
         # What was kept of a rollout, or of a fork's parent, may be of older weights; shaped requests may run on another runner.
         own = rollout.id if _has_sampled(request) else ""
-        key = rollout.parent, token_ids.tobytes(), request.shaping is not None, id(request.held), own
+        key = rollout.parent, token_ids.tobytes(), request.shaping is not None, request.adapter, own
         leader = self._leaders.get(key)
         if leader is not None and len(leader.followers) + 1 < self._max_sampled:
             is_placed = self._follow(request, leader, len(token_ids), reserve)
@@ -231,29 +233,34 @@ class Scheduler:
     def _cached_prefix(self, request: Request, token_ids: Array) -> tuple[list[int], int, int | None, Hashable]:
         """(blocks to share, tokens they and the block to copy cover, block to copy, number of the last in the cache)."""
         size, most = self.block_size, len(token_ids) - 1  # the last token is computed again: it predicts the next
-        kept = self.pool.kept(request.rollout.id) if _has_sampled(request) else None
-        is_own = kept is not None and kept.held is request.held and 0 < kept.num_tokens <= most
-        if kept is not None and is_own and np.array_equal(kept.token_ids, token_ids[: kept.num_tokens]):
+        kept = self._kept(request.rollout.id, request.adapter) if _has_sampled(request) else None
+        if kept is not None and 0 < kept.num_tokens <= most and np.array_equal(kept.token_ids, token_ids[: kept.num_tokens]):
             full, rest = divmod(kept.num_tokens, size)
             return kept.blocks[:full], kept.num_tokens, kept.blocks[full] if rest else None, kept.chain
-        if request.held is not None:  # what else is cached is of newer weights
-            return [], 0, None, None
         if request.rollout.parent is not None:
             parent, at = request.rollout.parent
-            computed = self._computed_tokens(parent)
-            covered = min(most, at, computed.num_tokens) if computed.held is None else 0
+            computed = self._computed_tokens(parent, request.adapter)
+            covered = min(most, at, computed.num_tokens)
             if covered > 0 and np.array_equal(computed.token_ids[:covered], token_ids[:covered]):
                 source = computed.blocks[covered // size] if covered % size else None
                 return computed.blocks[: covered // size], covered, source, None
-        found, chain = self.pool.find(self._root, self._pieces(token_ids, 0, most // size))
+        root = self._root
+        if request.held is not None:
+            self._held.add(request.held)
+            root = _root_of(request.held)
+        found, chain = self.pool.find(root, self._pieces(token_ids, 0, most // size))
         return found, len(found) * size, None, chain
 
-    def _computed_tokens(self, rollout_id: str) -> Computed:
-        """Of a running rollout, else what was kept when it left its slot."""
+    def _computed_tokens(self, rollout_id: str, adapter: int) -> Computed:
+        """Of a running rollout with this adapter, else what was kept when it left its slot."""
         for request in self.running.values():
-            if request.rollout.id == rollout_id and request.held is None and self.computed(request) > 0:
+            if request.rollout.id == rollout_id and request.adapter == adapter and self.computed(request) > 0:
                 return Computed(self.slots.tokens[request.slot], request.blocks, self.computed(request))
-        return self.pool.kept(rollout_id)
+        return self._kept(rollout_id, adapter)
+
+    def _kept(self, rollout_id: str, adapter: int) -> Computed:
+        kept = self.pool.kept(rollout_id)
+        return kept if kept.adapter == adapter else NOTHING
 
     def _pieces(self, token_ids: Array, start: int, stop: int) -> Iterator[bytes]:
         """The tokens of blocks `start` to `stop`."""
@@ -323,10 +330,10 @@ class Scheduler:
             request.leader, request.computed = None, 0  # what it shares is not computed yet
         computed = self.computed(request)
         self._cache_blocks(request, computed)
-        if computed > 0 and (request.held is None or self._keeps_leases):
+        if computed > 0:
             blocks = request.blocks[: math.ceil(computed / self.block_size)]
             token_ids = self.slots.tokens[slot, :computed].copy()
-            self.pool.keep(request.rollout.id, Computed(token_ids, blocks, computed, request.chain, request.held))
+            self.pool.keep(request.rollout.id, Computed(token_ids, blocks, computed, request.chain, request.adapter))
         if self._keeps_leases:
             self.leases.pop(request.rollout.id, None)
             self.leases[request.rollout.id] = request.held
@@ -392,12 +399,14 @@ class Scheduler:
                     self.slots.hold(request.slot, held)
 
     def new_weights(self, root: Hashable) -> None:
-        """Empty the prefix cache; blocks of running rollouts, which now mix versions, never enter it. Kept ones stay."""
+        """Empty the prefix cache, except of adapters that are still held. Blocks of running rollouts, which now mix versions,
+        never enter it. Kept ones stay."""
         self._root = root
-        self.pool.forget_prefixes()
+        left = self.pool.forget_prefixes(but=map(_root_of, self._held))
         self._leaders.clear()
         for request in self.running.values():
-            request.chain = None
+            if request.chain not in left:
+                request.chain = None
 
     def forget_cache(self) -> None:
         """Called before the KV cache's memory is released, when nothing runs."""
@@ -405,6 +414,11 @@ class Scheduler:
         self.pool.forget_kept()
         self.pool.forget_prefixes()
         self._copies_before.clear()
+
+
+def _root_of(held: HeldAdapter) -> Hashable:
+    """Where the blocks computed with it start in the prefix cache."""
+    return "adapter", held.serial
 
 
 def _has_sampled(request: Request) -> bool:
