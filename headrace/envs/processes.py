@@ -73,6 +73,8 @@ class ProcessEnvironment:
         self.places = asyncio.Semaphore(concurrency) if concurrency else None
         self._build, self._num, self._log = build, num, log
         self._processes: list[_Process] = []
+        self._ending: list[_Process] = []
+        """Killed, and yet to be noticed by their readers, which only these references keep from garbage collection."""
         self.num_ended = 0
         """Processes that died or were killed."""
         self._suspects: set[str] = set()
@@ -121,7 +123,8 @@ class ProcessEnvironment:
         """The one with fewest episodes; another if not all have been started."""
         alive = [process for process in self._processes if not process.has_ended]
         self.num_ended += len(self._processes) - len(alive)
-        self._processes = alive
+        ended = (process for process in (*self._ending, *self._processes) if process.has_ended)
+        self._ending, self._processes = [process for process in ended if process.is_read], alive
         alike = [process for process in alive if process.is_apart == is_apart]
         idle = min(alike, key=lambda process: len(process.clients), default=None)
         if idle is None or (idle.clients and len(alike) < self._num):
@@ -168,6 +171,11 @@ class _Process:
             self._process = start_helper("headrace.launch.environment_child", str(other.fileno()), stdin=-3, **arguments)
         self._started: asyncio.Task[Peer] = asyncio.ensure_future(self._start(own))
         self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Its stream is open at this end."""
+        return self._reading is not None and not self._reading.done()
 
     async def _start(self, own: socket.socket) -> Peer:
         calls, notices = {"generate": self._generate}, {"cancel": self._cancel}
