@@ -43,6 +43,7 @@ def test_a_run_goes_on_when_nodes_are_lost(tmp_path, monkeypatch):
         run.wait_for_version(run.version + 1)
         cluster.remove_node(lost)
         says(r"the run goes on with 1 of 2 engines|engine-\d on .* has left")  # it leaves if Ray asks its process first
+        has_left = " has left" in output.read_text()  # later the run may give one back that idles
         run.wait_for_version(run.version + 3)
         cluster.add_node(num_cpus=1)
         says("engine-2 joined on")
@@ -63,7 +64,7 @@ def test_a_run_goes_on_when_nodes_are_lost(tmp_path, monkeypatch):
 
     summary = run.summary
     assert summary["status"] == "interrupted"
-    assert len(summary["engines_given_up"]) == 1 - (" has left" in output.read_text())
+    assert len(summary["engines_given_up"]) == 1 - has_left
     assert summary["restarts"] == {"trainer": 1}
     accounting = {
         name: value if isinstance(value, int) else sum(value.values()) for name, value in summary["accounting"].items()
