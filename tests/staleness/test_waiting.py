@@ -140,7 +140,8 @@ def test_under_no_schedule_is_a_group_too_old_or_dropped(given: dict[str, Any]) 
 
 
 def test_the_same_schedules_would_reject() -> None:
-    plain = {"limit": None, "batch": 2, "parts": 1, "kind": "auto", "failing": 0.0, "max_tied": 1, "rule": "oldest", "is_inline": False}
+    plain = {"limit": None, "batch": 2, "parts": 1, "kind": "auto", "failing": 0.0}
+    plain |= {"max_tied": 1, "rule": "oldest", "is_inline": False}
     found = [run_schedule({**plain, "lag": 1, "slow": 0.1, "seed": seed}, "refill") for seed in range(5)]
     assert all(num_rejected for _, num_rejected in found)
 
