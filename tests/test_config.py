@@ -351,10 +351,6 @@ def test_every_section_is_documented() -> None:
             "staleness.rejected = 'wait': buffer.kind = 'ring' drops what",
         ),
         (
-            {"train": {"stream_parts": 2}, "staleness": {"max_lag": 1, "rejected": "wait"}},
-            "train.stream_parts = 2: staleness.rejected = 'wait' counts whole batches; set it to 1",
-        ),
-        (
             {"partial.cancel": "over_age", "staleness.rejected": "wait"},
             "staleness.rejected = 'wait': no group grows too old to be cancelled",
         ),

@@ -38,8 +38,6 @@ def whole_batch_reasons(recipe: Recipe) -> Iterator[str]:
         yield "when a part is trained depends on timing, which exact = true does not allow"
     if policy.takes_turns:
         yield f"a {policy.name} buffer is for batches that are generated, then trained"
-    if recipe.staleness.waits:
-        yield "staleness.rejected = 'wait' counts whole batches"
     yield from (f"train.{given} needs the whole batch before the first step" for given in train.looks_at_whole_batch)
     if train.stream_parts == train.mini_batches:
         return  # each part is a step of its own, whole when it begins

@@ -112,11 +112,12 @@ class PolicyGroups:
 
     def _waits_for(self) -> int | None:
         """Number of the oldest group in flight or, with `staleness.rejected = "wait"`, of the first that must be complete
-        before the next batch is taken. If that left those in flight behind, a batch of them would be trained at the version
-        after it at the earliest, the next one version later, and so on; the first of a batch has held the oldest version."""
+        before the next batch is taken, or its next part. If that left those in flight behind, a batch of them would be trained
+        at the version after it at the earliest, the next one version later, and so on; the first of a batch has held the oldest
+        version."""
         if not self.recipe.staleness.waits:
             return self.in_flight.oldest
-        following, max_lag = self.version + len(self.started) + 1, self.rejection.max_lag
+        following, max_lag = self.version + len(self.started) + (self.unfinished is None), self.rejection.max_lag
         groups = itertools.islice(self.in_flight.groups.values(), 0, None, self.recipe.train.groups_per_batch)
         late = (group.number for at, group in enumerate(groups, following) if at - group.held_version > max_lag)
         return next(late, None)

@@ -54,14 +54,21 @@ class InlineTrainer(StubTrainer):
         return await super().step(batch, learning_rate=learning_rate)
 
 
-def simulate(engine: OldestEngine, *, versions: int, is_inline: bool = False, **settings: Any) -> tuple[PolicyState, list]:
+def simulate(
+    engine: OldestEngine,
+    *,
+    versions: int,
+    is_inline: bool = False,
+    rewards: tuple[float | None, ...] = (0.0, 1.0, 1.0, None),
+    **settings: Any,
+) -> tuple[PolicyState, list]:
     """(the policy at the end, of each version (when it was trained, the lags and the numbers of its groups))."""
     where = {"orchestrate": "inline" if is_inline else "local"}
     recipe = make_recipe({"steps": versions, "deadline": 1e6, "sync": {"canary_limit": 1e9}, **where, **settings})
     chance, trained = random.Random(0), []
 
     def reward(completion: str, **_: object) -> float | None:
-        return chance.choice([0.0, 1.0, 1.0, None])
+        return chance.choice(rewards)
 
     def on_trained(policy: PolicyState, started: StartedBatch) -> None:
         lags = [started.version - group.oldest_version for group in started.groups]
@@ -86,6 +93,7 @@ schedules = st.fixed_dictionaries(
         "lag": st.sampled_from([0.5, 1, 2, 3]),
         "limit": st.sampled_from([None, 2, 3]),
         "batch": st.integers(1, 4),
+        "parts": st.integers(1, 4),
         "kind": st.sampled_from(["auto", "stream", "reserved"]),
         "failing": st.sampled_from([0.0, 0.4]),
         "max_tied": st.sampled_from([0, 1]),
@@ -108,6 +116,7 @@ def run_schedule(given: dict[str, Any], rejected: str) -> tuple[int, int]:
     if given["limit"]:
         lag = 1 if given["is_inline"] else given["limit"]
         staleness |= {"max_lag": "auto", "max_lag_limit": given["limit"]}
+    parts = min(given["parts"], given["batch"])
     bounds: dict[str, Any] = {"kind": given["kind"], "depth": 1 if given["kind"] == "reserved" else 0}
     policy, trained = simulate(
         OldestEngine(seconds, chance=chance, failing=given["failing"]),
@@ -116,7 +125,7 @@ def run_schedule(given: dict[str, Any], rejected: str) -> tuple[int, int]:
         staleness=staleness,
         buffer=bounds,
         filter={"max_tied": given["max_tied"]},
-        train={"batch": 2 * given["batch"], "group_size": 2},
+        train={"batch": 2 * given["batch"], "group_size": 2, "stream_parts": parts},
     )
     policy.ledger.check()
     assert len(trained) == 12
@@ -131,22 +140,24 @@ def test_under_no_schedule_is_a_group_too_old_or_dropped(given: dict[str, Any]) 
 
 
 def test_the_same_schedules_would_reject() -> None:
-    plain = {"limit": None, "batch": 2, "kind": "auto", "failing": 0.0, "max_tied": 1, "rule": "oldest", "is_inline": False}
+    plain = {"limit": None, "batch": 2, "parts": 1, "kind": "auto", "failing": 0.0}
+    plain |= {"max_tied": 1, "rule": "oldest", "is_inline": False}
     found = [run_schedule({**plain, "lag": 1, "slow": 0.1, "seed": seed}, "refill") for seed in range(5)]
     assert all(num_rejected for _, num_rejected in found)
 
 
-@pytest.mark.parametrize("rejected", ["wait", "refill"])
-def test_the_trainer_goes_on_for_as_long_as_a_slow_group_allows(rejected: str) -> None:
+@pytest.mark.parametrize(("rejected", "parts"), [("wait", 1), ("wait", 2), ("refill", 1)])
+def test_the_trainer_goes_on_for_as_long_as_a_slow_group_allows(rejected: str, parts: int) -> None:
     """Group 0 takes 100 s and may be trained at version 3: three batches overtake it, the fourth waits for it."""
 
     def seconds(group: str) -> float:
-        return 100.0 if group == "g0" else 0.5
+        return 100.0 if group == "g0" else 0.5 + int(group[1:])
 
     policy, trained = simulate(
         OldestEngine(seconds, chance=random.Random(0)),
         versions=8,
-        train={"batch": 4, "group_size": 2},
+        rewards=(0.0, 1.0),
+        train={"batch": 4, "group_size": 2, "stream_parts": parts},
         staleness={"max_lag": 3, "rejected": rejected},
     )
     quick_ones, num_rejected = [when for when, _, _ in trained if when < 100], policy.ledger.counts()["rejected"]
