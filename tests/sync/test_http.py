@@ -765,6 +765,23 @@ def test_a_tree_serves_everybody_from_the_sender(num_receivers, fan_out):
     assert depth <= 1 or fan_out == 1 or num_receivers >= fan_out ** (depth - 1)
 
 
+@given(hosts=st.lists(st.integers(0, 5), max_size=40), fan_out=st.integers(1, 3))
+def test_each_host_gets_one_copy_over_the_network(hosts, fan_out):
+    urls = [f"http://h{host}:{port}" for port, host in enumerate(hosts, 1)]  # the trainer's is h0
+    places = relay_places({"key": "v1", "bytes": 5, "sources": ["http://h0:99"]}, urls, fan_out=fan_out)
+    served = Counter((place["sources"][0], host) for host, place in zip(hosts, places, strict=True))
+    near, far = Counter[str](), Counter[str]()
+    for (source, host), count in served.items():
+        (near if source.startswith(f"http://h{host}:") else far)[source] += count
+    assert far.total() == len({0, *hosts}) - 1
+    assert max([*near.values(), *far.values()], default=0) <= fan_out
+    sources = dict(zip(urls, (place["sources"] for place in places), strict=True))
+    shares = dict(zip(urls, (place["share"] for place in places), strict=True))
+    for url, (parent, *others) in sources.items():
+        assert (parent == "http://h0:99" and not others) or others == sources[parent], "its ancestors, then the trainer"
+        assert 0 < shares[url] < 1 and (not others or shares[parent] < shares[url]), "a parent switches first"
+
+
 def test_a_tree_without_branches_is_refused():
     with pytest.raises(ValueError, match="fan_out = 0"):
         relay_places({"sources": ["http://t:1"]}, ["http://a:1"], fan_out=0)
