@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from headrace.errors import SyncError
+from headrace.errors import LinkError, SyncError
 from headrace.proof import proof
 from headrace.sync.http.server import ServedBuffers, authorization, write_head
 from headrace.sync.http.transport import HttpTransport, relay_places
@@ -395,8 +395,9 @@ def test_what_the_sender_frees_midway_ends_everywhere(made, sender):
     assert time.monotonic() - began < AT_ONCE
     bucket.gate.set()
     for job in (parent, child):
-        with pytest.raises(SyncError, match="sender has freed it"):
+        with pytest.raises(SyncError, match="sender has freed it") as caught:
             job.end()
+        assert not isinstance(caught.value, LinkError), "another attempt would fail too"
     assert sender.bytes_served < 64 << 20
     content, place = post(sender, "v2")  # the next one starts clean
     assert torch.equal(Job(relay, place).end().flat, content)
@@ -436,7 +437,7 @@ def test_a_target_that_gives_up_ends_it(made, sender):
 def test_who_says_nothing_is_named_within_the_deadline(made, sender, silent):
     _, place = post(sender)
     began = time.monotonic()
-    with pytest.raises(SyncError, match=rf"engine-0: 'v1' from {silent}: .*nothing for [34]\.\d s; 0 of {LONG:,} bytes"):
+    with pytest.raises(LinkError, match=rf"engine-0: 'v1' from {silent}: .*nothing for [34]\.\d s; 0 of {LONG:,} bytes"):
         Job(made(deadline=3.0), {**place, "sources": [silent]}).end()
     assert 3.0 <= time.monotonic() - began < 6.0
 
