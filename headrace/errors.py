@@ -19,6 +19,10 @@ class SyncError(RuntimeError):
     """A weight update could not be delivered; every engine stays on its old version."""
 
 
+class LinkError(SyncError):
+    """The link to its source failed, not the update: another attempt may succeed."""
+
+
 def is_ours(error: BaseException) -> bool:
     """Whether Headrace defines its class: then the message is enough. A failed assertion is a bug and needs its traceback."""
     return type(error).__module__.partition(".")[0] == "headrace" and not isinstance(error, AssertionError)

@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.engine.protocol import Increment, InFlight, NotFinite, PromptTooLong, UnusablePrompt
 from headrace.engine.request import CallEnd, Request, SampledTokens, checksum, unpack_tokens
-from headrace.errors import SyncError
+from headrace.errors import LinkError, SyncError
 from headrace.records import (
     FinishReason,
     WireError,
@@ -43,7 +43,7 @@ _MOST_BACKLOG = 8 << 20  # unread bytes at which an engine is sent no more
 _NONE_KNOWN = np.empty((0, 3), np.int32)
 _SHORT = 1024  # tokens, the prompt's included: rollouts of so many that end together share memory
 _UNUSED: list[Any] = []  # for fields of engines alone: a list for each would triple what garbage collection looks at
-_REFUSED_UPDATES = {"SyncError", "WeightError"}
+_REFUSED_UPDATES = {"SyncError": SyncError, "WeightError": SyncError, "LinkError": LinkError}
 _REFUSALS = {"PromptTooLong": PromptTooLong, "UnusablePrompt": UnusablePrompt, "NotFinite": NotFinite}
 
 
@@ -206,7 +206,7 @@ class RemoteEngine:
         except RemoteError as error:
             if error.kind == "EngineDied":  # its process ends too, and is restarted
                 raise StreamClosed(f"{self.name}: {error.message}") from error
-            told = SyncError(error.message) if error.kind in _REFUSED_UPDATES else error
+            told = _REFUSED_UPDATES[error.kind](error.message) if error.kind in _REFUSED_UPDATES else error
             told.add_note(f"in {self.name}, log {self._log}" if self._log else f"in {self.name}")
             raise told from error
 

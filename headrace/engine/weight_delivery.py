@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
+import time
 from typing import TYPE_CHECKING
 
-from headrace.errors import SyncError
+from headrace.errors import LinkError, SyncError
 from headrace.partial import Interrupt
 from headrace.rpc import RemoteError, StreamClosed
 
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
     from headrace.engine.remote_engine import RemoteEngine
     from headrace.records import WeightUpdate
 
-_PAUSES = (0.0, 1.0, 4.0)  # seconds before each attempt to bring an engine that fell behind up to date
+_PAUSES = (0.0, 1.0, 4.0, 8.0, 16.0, 30.0)
+"""Seconds before each attempt to bring an engine that fell behind up to date; the last is repeated."""
+_ATTEMPTS = 3
+"""After so many an engine that refuses an update is let go; one that its link fails is not before `deadline`."""
 
 
 class WeightDelivery:
@@ -33,6 +38,7 @@ class WeightDelivery:
     ) -> None:
         self.source = source  # the trainer's side; None if engines simply fetch weights
         self.patience = math.inf  # seconds that updated engines wait for slow ones
+        self.deadline = 0.0  # seconds that an engine behind a broken link is sent what it lacks
         self.say: Callable[[str], None] = logging.getLogger("headrace").warning  # names engines that refuse an update
         self.wanted: WeightUpdate | None = None  # the newest update, which every engine should hold
         self.catching_up: dict[RemoteEngine, asyncio.Future[None]] = {}  # engines that fell behind
@@ -101,9 +107,10 @@ class WeightDelivery:
         """Wait for a late engine's pending load, then bring it up to date. If that fails, disconnect it: it is restarted."""
         await asyncio.wait([loading])
         _ = loading.cancelled() or loading.exception()  # however it ended, it is retried
+        until = time.monotonic() + self.deadline
         try:
-            for attempt, pause in enumerate(_PAUSES, 1):
-                await asyncio.sleep(pause)
+            for attempt in itertools.count(1):
+                await asyncio.sleep(_PAUSES[min(attempt, len(_PAUSES)) - 1])
                 try:
                     while not self.is_current(engine):
                         await self.bring_up_to_date(engine)
@@ -111,8 +118,10 @@ class WeightDelivery:
                     self._on_caught_up()
                     return
                 except (RemoteError, SyncError) as error:
-                    if attempt == len(_PAUSES):
+                    may_recover = isinstance(error, LinkError) and time.monotonic() < until
+                    if attempt >= _ATTEMPTS and not may_recover:
                         self.say(f"{engine.name} was not brought up to date in {attempt} attempts and is let go: {error}")
+                        break
         except StreamClosed:
             pass
         except Exception:

@@ -242,7 +242,7 @@ class LocalProcesses(WatchedProcesses):
     async def _connect_all(self, model_path: str, given: UserInputs, workers: RewardWorkers) -> Roles:
         recipe = self._recipe
         await self.listen()
-        self.pool.delivery.patience = recipe.sync.patience
+        self.pool.delivery.patience, self.pool.delivery.deadline = recipe.sync.patience, recipe.sync.deadline
         self.pool.delivery.say = lambda text: self._say(text)
         self._make_roles = partial(
             make_roles,

@@ -166,7 +166,7 @@ class WeightSync:
             payload_class(update.payload).receive(update, incoming, self._fetch)
         except SyncError as error:
             over = ", ".join(dict.fromkeys(part.transport for part in update.parts))
-            raise SyncError(f"version {update.version} over {over}: {error}") from error
+            raise type(error)(f"version {update.version} over {over}: {error}") from error
 
     def _fetch(self, part: Part, target: Target) -> None:
         if part.transport != self._transport.name:
@@ -176,7 +176,7 @@ class WeightSync:
         except SyncError as error:
             if not part.sender:
                 raise
-            raise SyncError(f"from {part.sender}: {error}") from error
+            raise type(error)(f"from {part.sender}: {error}") from error
 
     def _key(self, version: int, *, is_share: bool) -> str:
         return f"{self._name}-" * is_share + f"{version}-{next(self._attempts)}"

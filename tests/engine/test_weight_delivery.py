@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,9 +14,9 @@ import torch
 from manifests import make_manifest
 from pooled import Far, Pooled, pooled
 
-from headrace.engine import weight_delivery
+from headrace.engine import EnginePool, RemoteEngine, weight_delivery
 from headrace.engine.weight_delivery import WeightDelivery
-from headrace.errors import SyncError
+from headrace.errors import LinkError, SyncError
 from headrace.model.load import load_model
 from headrace.model.weights import named_tensors
 from headrace.partial import Interrupt
@@ -538,5 +539,53 @@ def test_a_delivery_that_is_cancelled_leaves_nothing_under_way():
         await asyncio.wait([delivering])
         await asyncio.sleep(0.01)
         assert sorted(ended) == ["load", "send"]
+
+    asyncio.run(check())
+
+
+class Linked:
+    """An engine whose link works `after` so many seconds of a clock."""
+
+    def __init__(self, name: str, clock: Callable[[], float], *, after: float = 0.0) -> None:
+        self.name, self._clock, self._after = name, clock, after
+        self.is_leaving = self.is_lost = self.is_behind = False
+        self.update: WeightUpdate | None = None
+        self.control = SimpleNamespace(stream=SimpleNamespace(close=lambda: None))
+
+    version_of = RemoteEngine.version_of
+
+    async def load(self, update: WeightUpdate, _: Interrupt) -> None:
+        await asyncio.sleep(0)
+        if self._clock() < self._after:
+            raise LinkError("connection refused")
+
+
+@pytest.mark.parametrize(
+    ("after", "attempts"), [(0.5, [1.0]), (50.0, [1.0, 4.0, 8.0, 16.0, 30.0]), (1e9, [1.0, 4.0, 8.0, 16.0, 30.0, 30.0])]
+)
+def test_an_engine_whose_link_fails_is_let_go_after_the_deadline_and_not_after_three_attempts(
+    monkeypatch, pauses, after, attempts
+):
+    async def check() -> None:
+        lost, said, good = list[object](), list[str](), Linked("engine-0", lambda: sum(pauses))
+        monkeypatch.setattr(weight_delivery, "time", SimpleNamespace(monotonic=lambda: sum(pauses)))
+        delivery, cut_off = WeightDelivery(on_lost=lost.append), Linked("engine-1", lambda: sum(pauses), after=after)
+        delivery.deadline, delivery.say = 60.0, said.append
+        await delivery.load(WeightUpdate(policy="policy", lineage="life", version=1), [good, cut_off], Interrupt.KEEP)
+        await asyncio.gather(*delivery.catching_up.values())
+        assert pauses == attempts and cut_off.is_behind == bool(lost) == (after == 1e9)
+        assert not lost or "was not brought up to date in 7 attempts and is let go: connection refused" in said[-1]
+
+    asyncio.run(check())
+
+
+def test_a_broken_link_is_known_as_one_in_the_launcher():
+    async def refused(*_: object, **__: object) -> None:
+        raise RemoteError(kind="LinkError", message="version 2 over http: it has sent nothing")
+
+    async def check() -> None:
+        engine = RemoteEngine("engine-0", EnginePool(), control=SimpleNamespace(call=refused), on_report=lambda *_: None)
+        with pytest.raises(LinkError, match="has sent nothing"):
+            await engine.call("load")
 
     asyncio.run(check())

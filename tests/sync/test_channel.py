@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.errors import SyncError
+from headrace.errors import LinkError, SyncError
 from headrace.proof import proof
 from headrace.sync.collective import channel as channels
 from headrace.sync.collective.channel import Channel, call
@@ -202,6 +202,6 @@ def test_a_sender_that_does_not_know_the_token_is_refused_and_never_hears_it(ans
 
 def test_a_silent_sender_is_given_up_and_looked_away_from_meanwhile() -> None:
     looks = []
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(SyncError, match=r"has not answered for 0\.2 s"):
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LinkError, match=r"has not answered for 0\.2 s"):
         call("127.0.0.1", silent.getsockname()[1], token=TOKEN, deadline=0.2, check=lambda: looks.append(1))
     assert looks

@@ -276,7 +276,7 @@ def test_a_sender_killed_or_stopped_midway(pool, how):
             assert "the sender is gone" in answer["error"]
         else:
             assert DEADLINE <= said_seconds("nothing has come from the sender for", answer["error"]) < LATEST
-        assert answer["kind"] == "SyncError" and "of 41 buckets written by" in answer["error"]
+        assert answer["kind"] == "LinkError" and "of 41 buckets written by" in answer["error"]
     assert time.monotonic() - began < LATEST
     sender.end()
     healthy = CollectiveTransport(**SETTINGS)

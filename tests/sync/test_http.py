@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from headrace.errors import SyncError
+from headrace.errors import LinkError, SyncError
 from headrace.proof import proof
 from headrace.sync.http.server import ServedBuffers, authorization, write_head
 from headrace.sync.http.transport import HttpTransport, relay_places
@@ -395,8 +395,9 @@ def test_what_the_sender_frees_midway_ends_everywhere(made, sender):
     assert time.monotonic() - began < AT_ONCE
     bucket.gate.set()
     for job in (parent, child):
-        with pytest.raises(SyncError, match="sender has freed it"):
+        with pytest.raises(SyncError, match="sender has freed it") as caught:
             job.end()
+        assert not isinstance(caught.value, LinkError), "another attempt would fail too"
     assert sender.bytes_served < 64 << 20
     content, place = post(sender, "v2")  # the next one starts clean
     assert torch.equal(Job(relay, place).end().flat, content)
@@ -436,7 +437,7 @@ def test_a_target_that_gives_up_ends_it(made, sender):
 def test_who_says_nothing_is_named_within_the_deadline(made, sender, silent):
     _, place = post(sender)
     began = time.monotonic()
-    with pytest.raises(SyncError, match=rf"engine-0: 'v1' from {silent}: .*nothing for [34]\.\d s; 0 of {LONG:,} bytes"):
+    with pytest.raises(LinkError, match=rf"engine-0: 'v1' from {silent}: .*nothing for [34]\.\d s; 0 of {LONG:,} bytes"):
         Job(made(deadline=3.0), {**place, "sources": [silent]}).end()
     assert 3.0 <= time.monotonic() - began < 6.0
 
@@ -763,6 +764,23 @@ def test_a_tree_serves_everybody_from_the_sender(num_receivers, fan_out):
         assert 0 < shares[url] < 1 and (not others or shares[parent] < shares[url])
     depth = max(map(len, sources.values()), default=0)
     assert depth <= 1 or fan_out == 1 or num_receivers >= fan_out ** (depth - 1)
+
+
+@given(hosts=st.lists(st.integers(0, 5), max_size=40), fan_out=st.integers(1, 3))
+def test_each_host_gets_one_copy_over_the_network(hosts, fan_out):
+    urls = [f"http://h{host}:{port}" for port, host in enumerate(hosts, 1)]  # the trainer's is h0
+    places = relay_places({"key": "v1", "bytes": 5, "sources": ["http://h0:99"]}, urls, fan_out=fan_out)
+    served = Counter((place["sources"][0], host) for host, place in zip(hosts, places, strict=True))
+    near, far = Counter[str](), Counter[str]()
+    for (source, host), count in served.items():
+        (near if source.startswith(f"http://h{host}:") else far)[source] += count
+    assert far.total() == len({0, *hosts}) - 1
+    assert max([*near.values(), *far.values()], default=0) <= fan_out
+    sources = dict(zip(urls, (place["sources"] for place in places), strict=True))
+    shares = dict(zip(urls, (place["share"] for place in places), strict=True))
+    for url, (parent, *others) in sources.items():
+        assert (parent == "http://h0:99" and not others) or others == sources[parent], "its ancestors, then the trainer"
+        assert 0 < shares[url] < 1 and (not others or shares[parent] < shares[url]), "a parent switches first"
 
 
 def test_a_tree_without_branches_is_refused():

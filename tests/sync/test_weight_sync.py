@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from headrace.errors import SyncError
+from headrace.errors import LinkError, SyncError
 from headrace.model.arena import Arena, lay_out
 from headrace.model.weights import StagedWeights, StagingBuffer, named_tensors
 from headrace.records import WeightUpdate
@@ -48,6 +48,19 @@ def test_weights_that_are_not_finite_are_not_published_and_leave_no_room_behind(
     with pytest.raises(SyncError, match="'norm' holds NaN"):
         sync.offer(0, weights.items())
     assert not sync._offered and not sync._transport._held
+
+
+def test_a_link_that_fails_is_known_as_one_whoever_names_it(weights, monkeypatch):
+    sync, spare = WeightSync(Lineage("life"), MemoryTransport()), StagedWeights(torch.nn.Linear(4, 4))
+    update = sync.offer(1, [(name, tensor + 1) for name, tensor in named_tensors(torch.nn.Linear(4, 4))])
+    update = replace(update, parts=tuple(replace(part, sender="trainer-0") for part in update.parts))
+
+    def fails(*_: object, **__: object) -> None:
+        raise LinkError("it has sent nothing")
+
+    monkeypatch.setattr(sync._transport, "fetch", fails)
+    with pytest.raises(LinkError, match="version 1 over memory: from trainer-0: it has sent nothing"):
+        spare.receive(update, lambda incoming: sync.receive(update, incoming))
 
 
 def test_an_update_that_is_given_up_here_ends_at_its_next_piece_and_the_one_after_it_is_taken():

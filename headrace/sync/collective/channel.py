@@ -13,7 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import SyncError
+from headrace.errors import LinkError, SyncError
 from headrace.proof import is_proven, proof
 from headrace.sync.sockets import TICK, connect
 
@@ -118,7 +118,7 @@ def call(host: str, port: int, *, token: str, deadline: float, check: Callable[[
     def check_all() -> None:
         check()
         if time.monotonic() > until:
-            raise SyncError(f"the sender at {host}:{port} has not answered for {deadline:g} s")
+            raise LinkError(f"the sender at {host}:{port} has not answered for {deadline:g} s")
 
     channel, challenge = None, secrets.token_hex(16)
     try:
@@ -131,7 +131,7 @@ def call(host: str, port: int, *, token: str, deadline: float, check: Callable[[
         if channel is not None:
             channel.close()
         if isinstance(error, OSError):
-            raise SyncError(f"the sender at {host}:{port} cannot be reached: {error.strerror or error}") from error
+            raise LinkError(f"the sender at {host}:{port} cannot be reached: {error.strerror or error}") from error
         if isinstance(error, ValueError):
             raise SyncError(f"the sender does not speak as this run does: {error}") from error
         raise

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.errors import SyncError
+from headrace.errors import LinkError, SyncError
 from headrace.sync.collective.channel import call
 from headrace.sync.collective.group import Group
 from headrace.sync.sockets import TICK
@@ -132,12 +132,12 @@ class Fetch:
                 if self._is_confirmed:
                     break
         except OSError as error:  # also a full socket: the sender has stopped reading
-            raise self._failed(f"the sender is gone: {error.strerror or error}") from error
+            raise self._failed(f"the sender is gone: {error.strerror or error}", LinkError) from error
         except ValueError as error:
             raise self._failed(f"the sender does not speak as this run does: {error}") from error
         waited = time.monotonic() - self._moved_at
         if waited > self._end.deadline + _GRACE_SECONDS:
-            raise self._failed(f"nothing has come from the sender for {waited:.1f} s")
+            raise self._failed(f"nothing has come from the sender for {waited:.1f} s", LinkError)
 
     def _take(self, message: Message) -> None:
         if "over" in message:
@@ -161,6 +161,6 @@ class Fetch:
             "is_done": self._is_done,
         }
 
-    def _failed(self, reason: str) -> SyncError:
+    def _failed(self, reason: str, kind: type[SyncError] = SyncError) -> SyncError:
         standing = f"{self._num_written} of {len(self._sizes)} buckets written by {self._receiver!r}"
-        return SyncError(f"{self._place.key}: {reason} ({standing})")
+        return kind(f"{self._place.key}: {reason} ({standing})")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from headrace.errors import SyncError
+from headrace.errors import LinkError, SyncError
 from headrace.proof import is_proven
 from headrace.sync.http.server import BadHead, authorization, path_of, read_head, write_head
 from headrace.sync.sockets import TICK, connect
@@ -80,11 +80,11 @@ class Fetch:
             raise self._failed("no source is left: it " + reason)
         self._sources.popleft()
 
-    def _failed(self, reason: str) -> SyncError:
+    def _failed(self, reason: str, kind: type[SyncError] = SyncError) -> SyncError:
         standing = f"{self._at:,} of {self._place.bytes:,} bytes had come"
         passed = time.monotonic() - self._moved
         source = f"{self._receiver}: {self._place.key!r} from {self._sources[0]}"
-        return SyncError(f"{source}: {reason}; {standing}, the last of them {passed:.1f} s ago")
+        return kind(f"{source}: {reason}; {standing}, the last of them {passed:.1f} s ago")
 
     def _check(self) -> None:
         """Raise if the fetch cannot go on, or cannot with this source. Called a few times a second."""
@@ -94,7 +94,7 @@ class Fetch:
         now = time.monotonic()
         silent = now - max(self._moved, self._began)
         if now - self._moved > self._deadline:
-            raise self._failed(f"it has sent nothing for {silent:.1f} s{self._last_failure}")
+            raise self._failed(f"it has sent nothing for {silent:.1f} s{self._last_failure}", LinkError)
         left = self._deadline - max(0.0, self._began - self._moved)  # by earlier sources
         if len(self._sources) > 1 and silent > left * self._place.share:
             raise TimeoutError(f"has sent nothing for {silent:.1f} s")

@@ -1,11 +1,11 @@
 """The transport over HTTP to engines on other hosts: resumable, and relayed from engine to engine.
 
 The sender serves a buffer from host memory. A relay serves what it has received while the rest still arrives. `relay_places`
-decides who reads from whom, so that no link carries more than a few copies:
+decides who reads from whom, so that a host gets one copy over the network, and no link carries more than a few:
 
-    trainer ──► engine 0 ──► engine 2        sources of engine 2: engine 0, then the trainer
-       │            └──────► engine 3
-       └──────► engine 1 ──► engine 4 …
+    trainer ──► engine 0 of host 0 ──► engine 0 of host 2, …     sources: engine 0 of host 0, then the trainer
+       │            └──► engine 1 of host 0 ──► engine 3 of host 0, …
+       └──────► engine 0 of host 1 …
 
 When a source fails or falls silent, the receiver requests the rest from the next one in its list. Wrong bytes are found as
 with every transport: an engine compares the checksums of what it has written with the manifest's.
@@ -14,7 +14,8 @@ with every transport: an engine compares the checksums of what it has written wi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
 
 from headrace.errors import SyncError
 from headrace.sync.http.client import Fetch, Place
@@ -34,21 +35,33 @@ PIECE_BYTES = 4 << 20
 
 
 def relay_places(place: Mapping[str, Plain], urls: Sequence[str], *, fan_out: int = 2) -> list[dict[str, Plain]]:
-    """Return a place for each receiver, given their relay URLs: a tree in which no node serves more than `fan_out` others.
+    """Return a place for each receiver, given their relay URLs. One engine of each host reads from the trainer or from another
+    host, in a tree; the others of that host are a tree below it. So each host gets one copy over the network, and no node
+    serves more than `fan_out` on its own host and `fan_out` on others. A receiver without a URL is on the trainer's host.
 
-    >>> [p["sources"] for p in relay_places({"key": "k", "bytes": 0, "sources": ["http://t:1"]}, ["a", "b", "c"])]
-    [['http://t:1'], ['http://t:1'], ['a', 'http://t:1']]
+    >>> [p["sources"] for p in relay_places({"key": "k", "bytes": 0, "sources": ["http://t:1"]}, ["http://a:1", "http://a:2"])]
+    [['http://t:1'], ['http://a:1', 'http://t:1']]
     """
     if fan_out < 1:
         raise ValueError(f"fan_out = {fan_out}: must be at least 1")
-    origin = place["sources"]
-    assert isinstance(origin, list), "as `post` gave it"
-    lines: list[list[Plain]] = []
-    for index in range(len(urls)):
-        parent = index // fan_out - 1
-        lines.append(origin if parent < 0 else [urls[parent], *lines[parent]])
-    deepest = len(lines[-1]) if lines else 1
-    return [{**place, "sources": list(line), "share": len(line) / (deepest + 1)} for line in lines]
+    origin = cast("list[Plain]", place["sources"])
+    lines: dict[int, list[Plain]] = {}
+    hosts: dict[str | None, list[int]] = {(home := urlsplit(str(origin[0])).hostname): []}
+    for index, url in enumerate(urls):
+        hosts.setdefault(urlsplit(url).hostname if url else home, []).append(index)
+
+    def grow(members: Sequence[int], root: list[Plain]) -> None:
+        for at, index in enumerate(members):
+            parent = members[at // fan_out - 1] if at >= fan_out else None
+            lines[index] = root if parent is None else [urls[parent], *lines[parent]]
+
+    grow(hosts.pop(home), origin)
+    grow([first for first, *_ in hosts.values()], origin)
+    for first, *others in hosts.values():
+        grow(others, [urls[first], *lines[first]])
+    deepest = max(map(len, lines.values()), default=1)
+    shares = {index: len(line) / (deepest + 1) for index, line in lines.items()}
+    return [{**place, "sources": list(lines[index]), "share": shares[index]} for index in range(len(urls))]
 
 
 class HttpTransport(Transport):
