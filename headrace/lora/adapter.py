@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     """From the output of layers that read the same input, side by side, that input and their targets to the output with the
     adapter; with `is_gated=True` to silu of the first layer's times the second's."""
     Applied = tuple[Mapping[str, Tensor] | None, Tensor | None]
-    """An adapter's tensors by name, None for its own; and the rows they apply to: [tokens, 1] of 0 and 1, or None for all."""
+    """An adapter's tensors by name, None for its own; and the numbers of the rows they apply to, or None for all. A row may be
+    named more than once, and counts once."""
 
 _HELD_AS = "headrace_adapter"
 _OF_ALL: Sequence[Applied] = ((None, None),)
@@ -178,8 +179,12 @@ class Adapter(nn.Module):
         if self.by_row is not None:
             return self.by_row(output, hidden, (target,))
         for down, up, rows in self._matrices(target):
-            added = F.linear(F.linear(hidden, down), up) * self.settings.scale
-            output = output + (added if rows is None else added * rows.to(added.dtype))
+            given = hidden if rows is None else hidden.index_select(-2, rows)
+            added = F.linear(F.linear(given, down), up) * self.settings.scale
+            if rows is None:
+                output = output + added
+            else:
+                output.index_copy_(-2, rows, output.index_select(-2, rows) + added)
         return output
 
     def settle_whole(self) -> None:

@@ -41,7 +41,10 @@ def run_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Ten
         target = adapted.get(name)
         for down, up, applies_to in () if target is None else target.adapter.of_experts(target, num_experts=len(weight)):
             added = grouped_product(grouped_product(rows, down, ends), up, ends)
-            product = product + (added if applies_to is None else added * applies_to[order // chosen.shape[1]].to(added.dtype))
+            if applies_to is not None:
+                is_applied = torch.zeros(len(hidden), 1, dtype=added.dtype, device=added.device).index_fill(0, applies_to, 1)
+                added = added * is_applied[order // chosen.shape[1]]
+            product = product + added
         return product + getattr(own, f"{name}_bias")[by_expert] if own.has_bias else product
 
     rows: Tensor = _Sort.apply(hidden.to(up.dtype), order, back, chosen.shape[1])  # type: ignore[no-untyped-call]

@@ -141,7 +141,8 @@ def test_moe(tmp_path) -> None:
 @pytest.mark.long
 def test_lora(tmp_path) -> None:
     rows = run_bench(tmp_path, "lora")
-    assert rows["bytes"]["value"] < rows["bytes"]["peers"]["base"] and rows["one adapter ÷ base"]["value"] > 0
+    assert rows["bytes"]["value"] < rows["bytes"]["peers"]["base"]
+    assert 0.1 < rows["8 versions ÷ base"]["value"] < rows["one adapter ÷ base"]["value"] < 3, "with one turn they vary"
     kl = {way: rows[f"version 1, {way}: KL against the trainer"]["value"] for way in ("live", "merged in bfloat16")}
     assert kl["live"] < 1e-9 < kl["merged in bfloat16"]
     assert rows["trainer in 4 bits: KL against the trainer"]["value"] < 1e-9

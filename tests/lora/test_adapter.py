@@ -12,6 +12,7 @@ import families
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import LiveStorages
 from transformers import AutoModelForCausalLM
 
@@ -516,13 +517,24 @@ async def test_rollouts_that_nobody_releases_hold_a_version_until_many_others_en
     served.serving.cancel()
 
 
-def test_rows_with_another_version_keep_their_dtype() -> None:
+def test_a_version_is_computed_for_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once for a row that is named twice, as exact mode does to fill up to whole blocks of rows."""
     linear = torch.nn.Linear(4, 4, dtype=torch.float16)
     adapter = Adapter({"layer": linear}, LORA)
     adapter.hook(linear, "layer")
-    rows = torch.ones(2, 1)  # float32, as the engine makes them
-    with torch.no_grad(), adapter.applying([(adapter.own, rows), (adapter.own, 1 - rows)]):
-        assert linear(torch.ones(2, 4, dtype=torch.float16)).dtype == torch.float16
+    older, newer = ({name: torch.full_like(tensor, value) for name, tensor in adapter.own.items()} for value in (0.5, 1.0))
+    given, base, product, num_rows = torch.ones(1, 3, 4, dtype=torch.float16), linear.weight.sum(dim=1), F.linear, []
+
+    def counted(hidden: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
+        num_rows.append(hidden.shape[-2])
+        return product(hidden, weight, *more)
+
+    monkeypatch.setattr(F, "linear", counted)
+    with torch.no_grad(), adapter.applying([(older, torch.tensor([0, 0])), (newer, torch.tensor([2]))]):
+        found = linear(given)
+    assert num_rows == [3, 2, 2, 1, 1] and found.dtype == torch.float16
+    added = torch.tensor([2 * 4 * 4 * 0.25, 0, 2 * 4 * 4], dtype=torch.float16)  # scale, inputs, ranks
+    torch.testing.assert_close(found[0], base + linear.bias + added[:, None], atol=0.05, rtol=0)
 
 
 def test_what_is_sampled_by_a_kept_version_is_of_its_lineage(tiny_model: str) -> None:

@@ -125,20 +125,20 @@ class PlainRunner(Runner):
 
     def _adapters(self, owner: Array, *, num_rows: int) -> contextlib.AbstractContextManager[None]:
         """Applies to each row the version of the adapter that its slot runs; `owner` has the slots of all rows but padding."""
-        held = {slot: each for slot, each in self._slots.held.items() if (owner == slot).any()}
-        adapter = adapter_of(self._model)
-        if not held or adapter is None:
-            return contextlib.nullcontext()
-        by_version = {id(each): each.tensors for each in held.values()}
-        key_of = np.zeros(num_rows, dtype=np.int64)
+        adapter, held = adapter_of(self._model), self._slots.held
+        serial_of = np.zeros(len(self._slots.length), dtype=np.int64)  # by slot; 0 where its own runs
         for slot, each in held.items():
-            key_of[: len(owner)][owner == slot] = id(each)
-
-        def rows(key: int) -> Tensor:
-            return self._to_device((key_of == key).astype(np.float32).reshape(-1, 1))
-
-        older = [(tensors, rows(key)) for key, tensors in by_version.items()]
-        return adapter.applying([(adapter.own, rows(0)), *older])
+            serial_of[slot] = each.serial
+        serials = np.pad(serial_of[owner], (0, num_rows - len(owner)), mode="edge")
+        if adapter is None or not serials.any():
+            return contextlib.nullcontext()
+        tensors = {0: adapter.own, **{each.serial: each.tensors for each in held.values()}}
+        found = {serial: np.flatnonzero(serials == serial) for serial in np.unique(serials).tolist()}
+        if len(found) == 1:
+            return adapter.applying([(tensors[serial], None) for serial in found])
+        if self._exact:
+            found = {serial: np.pad(rows, (0, -len(rows) % EXACT_ROWS), mode="edge") for serial, rows in found.items()}
+        return adapter.applying([(tensors[serial], self._to_device(rows)) for serial, rows in found.items()])
 
     def _cached_rows(self, owners: Array, positions: Array) -> CachedRows:
         size = self.cache.block_size
