@@ -116,8 +116,8 @@ class Engine(Protocol):
 
     def release(self, rollout_ids: Sequence[str]) -> None:
         """These will not be continued: what is kept for their next turns may go. Called when an episode of several turns has
-        ended, and with leases when any has; without it, they go when memory is needed and they are the oldest. An adapter goes
-        when `MOST_LEASES` others have ended."""
+        ended, and with leases when any has; without it, they go when memory is needed and they are the oldest. The lease
+        of a rollout that is never released ends after `MOST_LEASES` other rollouts have ended."""
 
     async def state(self) -> EngineState:
         """For the run line and for health checks."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PAUSES = (0.0, 1.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds before each attempt to bring an engine that fell behind up to date; the last is repeated."""
 _ATTEMPTS = 3
-"""After so many an engine that refuses an update is let go; one that its link fails is not before `deadline`."""
+"""After so many an engine that refuses an update is let go; one whose link fails, only after `deadline` as well."""
 
 
 class WeightDelivery:

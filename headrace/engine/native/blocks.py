@@ -136,6 +136,9 @@ class BlockPool:
         """Empty the prefix cache, except of what starts from these roots; referenced and kept blocks stay with their holders.
         Returns these roots and the numbers of the blocks that stay in the cache."""
         left = set(but)
+        if not left:
+            self._cached.clear()
+            self._key_of.clear()
         for key, (block, number) in list(self._cached.items()):  # a block comes after the one before it
             if key[0] in left:
                 left.add(number)

@@ -126,10 +126,7 @@ class PlainRunner(Runner):
     def _adapters(self, owner: Array, *, num_rows: int) -> contextlib.AbstractContextManager[None]:
         """Applies to each row the version of the adapter that its slot runs; `owner` has the slots of all rows but padding."""
         adapter, held = adapter_of(self._model), self._slots.held
-        serial_of = np.zeros(len(self._slots.length), dtype=np.int64)  # by slot; 0 where its own runs
-        for slot, each in held.items():
-            serial_of[slot] = each.serial
-        serials = np.pad(serial_of[owner], (0, num_rows - len(owner)), mode="edge")
+        serials = np.pad(self._slots.held_serial[owner], (0, num_rows - len(owner)), mode="edge")
         if adapter is None or not serials.any():
             return contextlib.nullcontext()
         tensors = {0: adapter.own, **{each.serial: each.tensors for each in held.values()}}

@@ -146,8 +146,8 @@ class Scheduler:
             self._num_blocks_of[slot] = index + 1
             runner.add_block(slot, index, block)
         active = active[self._is_decoding[active]]
-        if slots.held:  # rows of one adapter side by side are computed together
-            active = active[np.lexsort((slots.held_id[active], -slots.held_version[active]))]  # the newest, as of padding, last
+        if slots.held:  # rows of one adapter lie side by side, those of the newest, as of padding, last
+            active = active[np.lexsort((slots.held_serial[active], -slots.held_version[active]))]
         return active
 
     def _free_a_block(self, request: Request) -> bool:

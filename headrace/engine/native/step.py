@@ -94,7 +94,7 @@ class Slots:
         self.shapers: dict[int, Shaper] = {}  # of the slots that have one; their next step waits until none is in flight
         self.held: dict[int, HeldAdapter] = {}  # of the slots whose requests keep an older version of the adapter
         self.held_version = np.full(slots, -1, dtype=np.int32)  # of those; -1 where the newest runs
-        self.held_id = np.zeros(slots, dtype=np.int64)  # tells adapters of one version apart: named ones may all have version 0
+        self.held_serial = np.zeros(slots, dtype=np.int64)  # of those; 0 where the newest runs
         self.in_flight = np.zeros(slots, dtype=np.int64)  # tokens of steps launched and not yet collected
         self.epoch = np.zeros(slots, dtype=np.int64)  # counts a slot's rollouts: tokens sampled for an earlier one are dropped
 
@@ -108,11 +108,11 @@ class Slots:
         return np.where(held < 0, np.int32(newest), held)
 
     def hold(self, slot: int, held: HeldAdapter) -> None:
-        self.held[slot], self.held_version[slot], self.held_id[slot] = held, held.version, id(held)
+        self.held[slot], self.held_version[slot], self.held_serial[slot] = held, held.version, held.serial
 
     def let_go(self, slot: int) -> None:
         self.held.pop(slot, None)
-        self.held_version[slot], self.held_id[slot] = -1, 0
+        self.held_version[slot], self.held_serial[slot] = -1, 0
 
     def is_restricted(self, slots: Array) -> Array:
         """Which slots cannot sample every token next: truncated, or too early for a stop token."""

@@ -143,7 +143,8 @@ class VllmKind(EngineKind):
         native, settings = super().gpu_memory(recipe, shape, context=context), recipe.engine.vllm
         if settings.urls:
             return EngineMemory(weights=0, staging=0, cache=0, steps=0, process=0)
-        is_beside = settings.gpus_per_server == 1 and choose_handover(recipe, device="cuda") == "ipc"
+        is_auto = settings.handover == "auto" and not recipe.engines_join and not recipe.lora.is_on
+        is_beside = settings.gpus_per_server == 1 and (is_auto or settings.handover == "ipc")
         return EngineMemory(
             weights=native.weights // settings.shards,
             staging=2 * native.weights if is_beside else 0,  # the engine's process has them there

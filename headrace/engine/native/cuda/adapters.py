@@ -177,23 +177,23 @@ class AdapterBank:
     def choose_places(self, held: Mapping[int, HeldAdapter]) -> Array | None:
         """The place of every slot, if any has changed; copies in what is not there. `held`: by slot; all others run the newest.
         The bank has room (`lacks_room`)."""
-        wanted = {id(each): each for each in held.values()}
-        self._held = {place: each for place, each in self._held.items() if id(each) in wanted}
-        by_id = {id(each): place for place, each in self._held.items()}
-        free = [place for place in range(1, len(self._memory)) if place not in by_id.values()]
-        for key in wanted.keys() - by_id.keys():
-            place = by_id[key] = free.pop(0)
-            self._held[place] = wanted[key]
-            self._fill(place, wanted[key])
+        wanted = set(held.values())
+        self._held = {place: each for place, each in self._held.items() if each in wanted}
+        place_of = {each: place for place, each in self._held.items()}
+        free = [place for place in range(1, len(self._memory)) if place not in self._held]
+        for each in wanted - place_of.keys():
+            place = place_of[each] = free.pop(0)
+            self._held[place] = each
+            self._fill(place, each)
         given = np.zeros_like(self._given)
         for slot, each in held.items():
-            given[slot] = by_id[id(each)]
+            given[slot] = place_of[each]
         is_changed = not np.array_equal(given, self._given)
         self._given = given
         return given if is_changed else None
 
     def lacks_room(self, held: Mapping[int, HeldAdapter]) -> bool:
-        return len({id(each) for each in held.values()}) >= len(self._memory)
+        return len(set(held.values())) >= len(self._memory)
 
     def grow(self) -> None:
         """Twice as many places, in other memory: no step may run."""
