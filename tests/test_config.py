@@ -351,6 +351,10 @@ def test_every_section_is_documented() -> None:
             "staleness.rejected = 'wait': buffer.kind = 'ring' drops what",
         ),
         (
+            {"environment": {"tools": ["math:sqrt"], "options": {"tool_timeout": 45}}, "deadline": 180},
+            "environment.options.tool_timeout = 45: an episode without a generate call for a quarter of deadline = 180 fails",
+        ),
+        (
             {"partial.cancel": "over_age", "staleness.rejected": "wait"},
             "staleness.rejected = 'wait': no group grows too old to be cancelled",
         ),

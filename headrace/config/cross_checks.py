@@ -39,6 +39,12 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         TrainSettings(schedule=recipe.sft.schedule)
     except ConfigError as error:
         yield f"sft.{error}"
+    seconds = recipe.environment.options.get("tool_timeout", 0.0) if recipe.environment.tools else 0.0
+    if isinstance(seconds, int | float) and seconds * 4 >= recipe.deadline:
+        yield (
+            f"environment.options.tool_timeout = {seconds:g}: an episode without a generate call for a quarter of deadline = "
+            f"{recipe.deadline:g} fails, before the tool does; set it below, or deadline higher"
+        )
     if recipe.exact:
         if recipe.device == "cuda":
             yield "device = 'cuda': exact = true is a promise about the CPU; set device = 'cpu'"

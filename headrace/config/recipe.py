@@ -77,7 +77,7 @@ class Recipe:
     """Of torch on CPU, in each process; 0 shares the cores among them."""
     deadline: float = field(default=600.0, metadata=OPERATIONAL)
     """Seconds without a token, a score or a version after which the run stops and says what it waits for. An episode that
-    makes no generate call for a quarter of that is run again."""
+    makes no generate call for a quarter of that is run again, unless its environment may idle."""
     heartbeat: float = field(default=60.0, metadata=OPERATIONAL)
     """Seconds a process may take to answer the launcher. After that it is killed and restarted. A process that hears nothing
     from the launcher for three times as long ends itself; the trainer saves first."""

@@ -274,6 +274,8 @@ class EngineClient(Client):
             finally:
                 if self.limit is not None:  # interrupted, the call has kept its place
                     self.limit.release()
+                if self.is_over and self.leased is not None:  # `release` came before the engine was done with this call
+                    self.engine.release([rollout.id])
         await asyncio.Event().wait()
         raise AssertionError
 

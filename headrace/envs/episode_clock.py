@@ -21,7 +21,9 @@ class EpisodeClock:
         """When its time is over, as the event loop counts."""
         self.was_idle = False
         """What ended it, if the clock did."""
-        self._num_busy = 0
+        self._num_busy = self._num_stopped = 0
+        self._left = math.inf
+        """Seconds until `ends` when it was stopped."""
         self._limit: asyncio.Timeout | None = None
 
     @contextlib.asynccontextmanager
@@ -55,14 +57,18 @@ class EpisodeClock:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Inside the block nothing counts."""
+        """Inside the block nothing counts; blocks may overlap."""
         loop = asyncio.get_running_loop()
-        left, self.ends = self.ends - loop.time(), math.inf
+        if not self._num_stopped:
+            self._left, self.ends = self.ends - loop.time(), math.inf
+        self._num_stopped += 1
         with self.busy():
             try:
                 yield
             finally:
-                self.ends = loop.time() + left
+                self._num_stopped -= 1
+                if not self._num_stopped:
+                    self.ends = loop.time() + self._left
 
     def _set(self, ends: float) -> None:
         self.ends = ends

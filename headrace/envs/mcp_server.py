@@ -41,10 +41,10 @@ class McpServer:
         """Their schemas, in OpenAI's form."""
         client, schemas = await self._open()
         if time.monotonic() - self._answered > _CHECK_SECONDS:
+            self._answered = time.monotonic()  # one asks for all
             if not await _is_alive(client):
                 await self._drop(client)
                 _, schemas = await self._open()
-            self._answered = time.monotonic()
         return schemas
 
     async def call(self, name: str, /, **arguments: Any) -> str:  # noqa: ANN401  (what the policy wrote)
@@ -56,6 +56,7 @@ class McpServer:
             if not await _is_alive(client):
                 await self._drop(client)  # the next call opens another
             raise
+        self._answered = time.monotonic()
         text = "\n".join(getattr(part, "text", f"({part.type})") for part in result.content)
         if result.is_error:
             raise RuntimeError(text)

@@ -8,9 +8,8 @@
            ◄──────────────────── the episode ──────────────
 
 Rollouts and episodes cross as columns, as between all processes; nothing is pickled. A process that dies, or does not end an
-episode that is cancelled, is replaced. If it had one episode, that fails and is run again, as after any failure. If it had
-several, nobody knows whose fault it is, and none fails: each is run again apart, in a process that has no other, until it ends
-without losing that.
+episode that is cancelled, is replaced. If it had one episode, that fails. If it had several, nobody knows whose fault it is,
+and none fails. Either way each is run again apart, in a process that has no other, until it ends without losing that.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class ProcessEnvironment:
         alive = [process for process in self._processes if not process.has_ended]
         self.num_ended += len(self._processes) - len(alive)
         ended = (process for process in (*self._ending, *self._processes) if process.has_ended)
-        self._ending, self._processes = [process for process in ended if process.is_read], alive
+        self._ending, self._processes = [process for process in ended if process.is_open], alive
         alike = [process for process in alive if process.is_apart == is_apart]
         idle = min(alike, key=lambda process: len(process.clients), default=None)
         if idle is None or (idle.clients and len(alike) < self._num):
@@ -173,7 +172,7 @@ class _Process:
         self._reading: asyncio.Task[None] | None = None
 
     @property
-    def is_read(self) -> bool:
+    def is_open(self) -> bool:
         """Its stream is open at this end."""
         return self._reading is not None and not self._reading.done()
 

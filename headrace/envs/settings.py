@@ -44,7 +44,7 @@ class EpisodeSettings:
     timeout: float = field(default=0.0, metadata=OPERATIONAL)
     """Seconds it may take, from its environment's start to its end, except while its first generate call waits for a place at
     the engines. After that it is cancelled and run again, as after any failure of an environment. 0 sets no limit; one
-    that makes no generate call for a quarter of `deadline` is ended in any case."""
+    that makes no generate call for a quarter of `deadline` is ended in any case, unless its environment may idle."""
 
     def __post_init__(self) -> None:
         check(0 <= self.timeout < math.inf, "timeout", self.timeout, "a number of seconds, or 0 for no limit")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _IDLE_SHARE = 4
-"""Three attempts that hang end before the run's `deadline` does."""
+"""Three attempts that hang, and end when cancelled, do so before the run's `deadline`."""
 
 
 class Environment(Protocol):

@@ -334,9 +334,11 @@ class Conversation:
 
     async def generate(self) -> Message:
         """The policy's next answer. If the conversation no longer fits the context, it ends: `is_truncated`."""
+        called = time.monotonic()
         self.rollout = await self._client.generate(self.rollout)
         if self._clock_started is None:
-            self._clock_started = time.monotonic() - sum(call.finished - call.started for call in self.rollout.calls)
+            at_engine = sum(call.finished - call.started for call in self.rollout.calls)  # in part before a restart
+            self._clock_started = max(called, time.monotonic() - at_engine)
         return next(message for message in reversed(self.messages) if message["role"] == "assistant")
 
     def append(self, *messages: Message) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.envs import CallLimit, EngineClient, SingleTurn, run_episode
+from headrace.envs.episode_clock import EpisodeClock
 from headrace.records import Episode, FinishReason, InfraAbort, Sampling
 from headrace.user_code import then_end_tasks
 
@@ -131,6 +132,40 @@ async def test_waiting_for_a_place_at_the_engines_does_not_count() -> None:
     assert 990 < client.clock.ends - loop.time() <= 1000
     running.cancel()
     await asyncio.wait({running})
+
+
+async def test_a_clock_that_is_stopped_twice_goes_on_when_both_have_ended() -> None:
+    clock, loop = EpisodeClock(timeout=1000), asyncio.get_running_loop()
+    async with clock.running():
+        with clock.stopped():
+            inner = contextlib.ExitStack()
+            inner.enter_context(clock.stopped())
+        assert clock.ends == math.inf, "the later one has not ended"
+        inner.close()
+        assert 990 < clock.ends - loop.time() <= 1000
+
+
+async def test_a_lease_that_the_engine_makes_after_the_episode_has_ended_is_released() -> None:
+    """A task that the environment left behind has a call in flight when the episode ends."""
+
+    class Leasing(Slow):
+        def __init__(self) -> None:
+            self.released: list[str] = []
+
+        def release(self, ids: Any) -> None:
+            self.released += ids
+
+    class LeavesBehind:
+        async def run(self, task: dict[str, Any], client: EngineClient) -> Episode:
+            left.append(asyncio.ensure_future(client.generate(client.prompt(task["prompt"]))))
+            await settle()
+            return Episode(id="e", group="g", task=task)
+
+    engine, left = Leasing(), list[Any]()
+    await run_episode(LeavesBehind(), TASK, make_client(engine, leased=set()))
+    assert engine.released == ["e"]
+    await asyncio.wait(left)
+    assert engine.released == ["e", "e"]
 
 
 async def test_a_call_that_waits_after_its_episode_has_failed_leaves_its_place_to_others() -> None:

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, ClassVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from templates import tokenizer_of
 from test_turns import check_trained, client_of
 
 from headrace.envs import CallLimit, ToolEnvironment, run_episode
+from headrace.envs.turns import Conversation
 from headrace.model.tiny import build_tokenizer
 from headrace.records import FinishReason, InfraAbort, Source
 from headrace.settings import ConfigError
@@ -203,6 +205,16 @@ def test_an_episode_ends_after_its_seconds_and_is_scored(waits, took, max_second
     assert len(rollout.calls) == answers and rollout.finish_reason is FinishReason.STOP and episode.outcome is None
     with pytest.raises(ConfigError, match=r"environment.options.max_seconds = -1"):
         ToolEnvironment([wait], max_seconds=-1)
+
+
+async def test_what_an_answer_took_before_a_restart_does_not_count() -> None:
+    """It is returned at once when the episode is resumed, with its call's times as they were."""
+    rollout: Any = SimpleNamespace(calls=[SimpleNamespace(started=0.0, finished=60.0)])
+    client: Any = SimpleNamespace(prompt=lambda *_: rollout, messages=lambda _: [{"role": "assistant"}])
+    client.generate = lambda _: asyncio.sleep(0, rollout)
+    conversation = Conversation(client, CHAT)
+    await conversation.generate()
+    assert conversation.seconds < 30
 
 
 def test_a_text_prompt_works_without_a_template() -> None:

@@ -72,6 +72,7 @@ class Scripted:
             ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
             text = text[len(piece) :]
         self.sampled += ids
+        await asyncio.sleep(self.took)
         how = {"engine": "x", "sampling": sampling, "finish_reason": reason, "started": 0.0, "finished": self.took}
         return rollout.extend(
             Call(start=len(rollout), stop=len(rollout) + len(ids), **how),
