@@ -156,8 +156,9 @@ async def _start_batch(run: Run, policy: PolicyState, version: int, recipe: Reci
 async def _note_idle(run: Run, policy: PolicyState, started: StartedBatch) -> None:
     """Waits until the trainer has trained all parts it has of a batch. A part that is ready before that is sent ahead; if none
     is, the trainer is idle, and its device may be lent."""
+    num_left = len(started.left)
     await started.make_steps()
-    if policy.unfinished is started and not policy.buffer.ready.is_set():
+    if policy.unfinished is started and len(started.left) == num_left and not policy.buffer.ready.is_set():
         started.is_waiting = True
         if policy.pace is not None:
             policy.pace.trainer_is_idle()

@@ -179,7 +179,8 @@ def test_a_run_in_float16(tmp_path: Path) -> None:
     result = small_run(tmp_path / "run", steps=4, **small)
     rows = read_metrics(result.folder / "metrics.jsonl")
     assert result.summary["status"] == "finished" and len(rows) == 4
-    assert all(row["train/skipped"] == 0 and row.get("train/mismatch", 0) < 0.02 for row in rows)
+    assert all(row["train/skipped"] == 0 for row in rows)
+    assert max(row["train/mismatch"] for row in rows if "train/mismatch" in row) < 0.02
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

@@ -80,6 +80,11 @@ def test_a_dry_run_says_that_native_engines_are_too_large_for_their_gpus(
     assert of_engine.endswith("; KV cache not counted: more than the 80.0 GB of a GPU here")
 
 
+def test_a_dry_run_needs_no_gpus_for_a_handover_that_does(hub: None, capsys: pytest.CaptureFixture[str]) -> None:
+    one = ("--engine.kind=vllm", "--engine.vllm.arguments={}", "--engine.vllm.handover=nccl")
+    assert "GB on each GPU of 4 engines" in told_by(capsys, "reasoning-qwen3-14b-2x8gpu", *one)[1]
+
+
 def test_an_adapter_on_weights_in_four_bits_is_counted_as_such(hub: None, capsys: pytest.CaptureFixture[str]) -> None:
     def weights(*more: str) -> float:
         told, of_engine = told_by(capsys, "reasoning-qwen3-8b-8gpu", "--lora.rank=16", *more)

@@ -9,6 +9,7 @@ import json
 import random
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,8 @@ from headrace.bench.stubs import InstantEngine, StubTrainer, drive, make_run
 from headrace.config import make_recipe
 from headrace.observe import Observer
 from headrace.observe.sinks import read_metrics
-from headrace.run import POLICY, Run
+from headrace.run import POLICY, Run, StartedBatch
+from headrace.run.loops import _note_idle
 from headrace.sync import Lineage
 from headrace.trainer.local import LocalTrainer
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer import Group
     from headrace.records import Batch, Rollout, Sampling
-    from headrace.run import PolicyState, StartedBatch
+    from headrace.run import PolicyState
     from headrace.run.callbacks import CallbackState
 
 pytestmark = pytest.mark.filterwarnings("error")  # also of a step that nobody awaits
@@ -234,3 +236,20 @@ def test_a_stop_completes_a_version_of_which_a_step_is_made_and_gives_up_any_oth
     assert after.versions[0] == stopped["version"] and books_close(resumed) and resumed["accounting"]["trained"] == 6 * 16
     if not is_whole:
         assert after.ids[0][: len(before.stopped_in)] == before.stopped_in, "what was returned is taken again"
+
+
+async def test_the_trainer_is_not_idle_while_a_part_is_on_its_way() -> None:
+    """The part has left the buffer, and what is done before it is sent takes longer than what the trainer still had."""
+    answered = asyncio.get_running_loop().create_future()
+    started = StartedBatch(0, [], steps_before=0, left=[1, 1, 1], steps=[answered])
+    lent = list[bool]()
+    policy: Any = SimpleNamespace(unfinished=started, buffer=SimpleNamespace(ready=asyncio.Event()), pace=None)
+    run: Any = SimpleNamespace(lend=lambda _: lent.append(started.is_waiting))
+    noted = asyncio.ensure_future(_note_idle(run, policy, started))
+    await asyncio.sleep(0)
+    del started.left[0]
+    answered.set_result({})
+    await noted
+    assert not lent and not started.is_waiting
+    await _note_idle(run, policy, started)
+    assert lent == [True]
