@@ -130,6 +130,16 @@ class Recipe:
         return self.is_on_ray or self.cluster.trainer_joins
 
     @property
+    def engines_here(self) -> int:
+        """Engines that the launcher starts on its host; Ray places them all, by its own accounts."""
+        return 0 if self.engines_join else self.engine.num_engines
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of the trainer that the launcher starts on its host."""
+        return 0 if self.trainer_joins else self.train.parallel.ranks
+
+    @property
     def max_lag(self) -> float:
         """`staleness.max_lag` as a number: the most that "auto" can come to."""
         return self.staleness.bound(is_inline=self.is_inline)

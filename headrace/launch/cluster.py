@@ -23,7 +23,6 @@ from headrace.engine import engine_kind
 from headrace.launch.build import frozen_models
 from headrace.launch.hosts import Hosts
 from headrace.launch.local import LocalProcesses
-from headrace.launch.placement import engines_here
 from headrace.launch.process import RoleFailed
 from headrace.launch.settings import read_token
 from headrace.launch.stop import StopRequest
@@ -67,7 +66,7 @@ class ClusterProcesses(LocalProcesses):
         """Ends the wait for such hosts, and for the first engine, at once: there is nothing to save."""
         self._posted: dict[str, str] = {}
         """What ranks on several hosts have told each other, to find each other."""
-        self._indices = itertools.count(engines_here(recipe))
+        self._indices = itertools.count(recipe.engines_here)
 
     async def listen(self) -> None:
         await super().listen()

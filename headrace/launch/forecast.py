@@ -16,9 +16,7 @@ from headrace.launch.placement import (
     choose_device,
     choose_transport,
     device_of,
-    engines_here,
     lends,
-    ranks_here,
     receiving_device,
     versions_for_servers,
 )
@@ -86,11 +84,11 @@ class Forecast:
     def fullest_device(self) -> int:
         """Bytes on the machine, or on the fullest GPU: if there are several, the trainer's ranks have the first, engines share
         the rest. Some receive weights on the first rank's, for servers elsewhere."""
-        ranks = ranks_here(self.recipe)
+        ranks = self.recipe.ranks_here
         others = torch.cuda.device_count() - ranks if choose_device(self.recipe) == "cuda" else 0
         if others < 1:
             return self.together
-        count, first = engines_here(self.recipe), device_of(self.recipe, "trainer")
+        count, first = self.recipe.engines_here, device_of(self.recipe, "trainer")
         beside = sum(receiving_device(self.recipe, index) == first for index in range(count)) if ranks else 0
         engines = math.ceil(count / others) * (self.server + (0 if beside else self.engine.total))
         training, waiting = self.trainer.total + self._spare(trains=True), self.trainer.resident + self._spare(trains=False)
@@ -101,9 +99,9 @@ class Forecast:
     def together(self) -> int:
         """Trainer and engines on one device: the larger of training (engines may sleep) and generating."""
         settings, beside = self.recipe.engine, self.server - (self.trainer.process if self.recipe.is_inline else 0)
-        ranks = ranks_here(self.recipe)
+        ranks = self.recipe.ranks_here
         ranks = min(1, ranks) if choose_device(self.recipe) == "cuda" else ranks  # of one device
-        num_engines = engines_here(self.recipe)
+        num_engines = self.recipe.engines_here
         training = ranks * self.trainer.total + num_engines * (self.engine.asleep(settings.sleep) + beside)
         generating = ranks * self.trainer.resident + num_engines * (self.engine.total + beside)
         exported = self.published.exported if ranks else 0
@@ -160,7 +158,7 @@ def forecast_memory(
         num_parameters=num_parameters,
         publishing=published.trainer,
     )
-    host = engines_here(recipe) * engine.host
+    host = recipe.engines_here * engine.host
     if host:
         host += versions_for_servers(recipe, device=device) * published_bytes
     return Forecast(recipe, trainer, engine, published, server, most_blocks, host)

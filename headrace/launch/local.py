@@ -30,7 +30,6 @@ from headrace.launch.placement import (
     Order,
     choose_device,
     choose_transport,
-    engines_here,
     lends,
     place_on_joined_host,
     place_on_this_host,
@@ -120,7 +119,7 @@ class LocalProcesses(WatchedProcesses):
         for place in self._common_folders:
             sweep(place)
         try:
-            indices = [*range(engines_here(self._recipe)), *([] if self._lender is None else [LENT])]
+            indices = [*range(self._recipe.engines_here), *([] if self._lender is None else [LENT])]
             self.engines = [self.start_process(self.place("engine", index)) for index in indices]
             if self._trains and not self._recipe.trainer_joins:
                 self.trainers = self._start_trainers()

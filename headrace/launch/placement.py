@@ -116,26 +116,16 @@ def place_on_joined_host(recipe: Recipe, place: Place, host: Host) -> Placement:
     )
 
 
-def engines_here(recipe: Recipe) -> int:
-    """Engines that the launcher starts on this host; Ray places them all, by its own accounts."""
-    return 0 if recipe.engines_join else recipe.engine.num_engines
-
-
-def ranks_here(recipe: Recipe) -> int:
-    """Ranks of the trainer that the launcher starts on this host."""
-    return 0 if recipe.trainer_joins else recipe.train.parallel.ranks
-
-
 def versions_for_servers(recipe: Recipe, *, device: str) -> int:
     """How many versions of the weights engines on this host keep in `sync.folder` for their servers."""
-    has_processes = not recipe.is_inline and engines_here(recipe)
+    has_processes = not recipe.is_inline and recipe.engines_here
     return engine_kind(recipe.engine).versions_in_folder(recipe, device=device) if has_processes else 0
 
 
 def threads_of(recipe: Recipe, role: str = "", *, cores: int = 0) -> int:
     """The role's own setting, or `threads`, or if both are 0 an equal share of the cores."""
     own = {"engine": recipe.engine.threads, "trainer": recipe.train.threads}.get(role, 0)
-    num_processes = 1 if recipe.is_inline else engines_here(recipe) + ranks_here(recipe)
+    num_processes = 1 if recipe.is_inline else recipe.engines_here + recipe.ranks_here
     return own or recipe.threads or max(1, (cores or os.cpu_count() or 1) // max(1, num_processes))
 
 
@@ -161,7 +151,7 @@ def pick_device(wanted: str, *, exact: bool = False) -> str:
 
 def device_of(recipe: Recipe, role: str, index: int = 0) -> str:
     """On this host: the trainer's ranks have the first GPUs, engines the others in turn, or share them if none is left."""
-    device, num_ranks = choose_device(recipe), ranks_here(recipe)
+    device, num_ranks = choose_device(recipe), recipe.ranks_here
     count = torch.cuda.device_count() if device == "cuda" else 0
     if count < 2:
         return device
@@ -171,7 +161,7 @@ def device_of(recipe: Recipe, role: str, index: int = 0) -> str:
 
 
 def trainer_devices(recipe: Recipe) -> list[str]:
-    return [device_of(recipe, "trainer", rank) for rank in range(ranks_here(recipe))]
+    return [device_of(recipe, "trainer", rank) for rank in range(recipe.ranks_here)]
 
 
 def check_ranks(recipe: Recipe) -> None:
@@ -182,12 +172,12 @@ def check_ranks(recipe: Recipe) -> None:
     layout = f"train.parallel = {{replicate = {parallel.replicate}, shard = {parallel.shard}}}: {parallel.ranks} ranks"
     if recipe.is_inline:
         raise ConfigError(f"{layout}, and orchestrate = 'inline' has one process; set orchestrate = 'local'")
-    if device == "cuda" and ranks_here(recipe) > torch.cuda.device_count():
+    if device == "cuda" and recipe.ranks_here > torch.cuda.device_count():
         raise ConfigError(f"{layout}, and torch sees {torch.cuda.device_count()} GPUs; each rank needs one of its own")
 
 
 def receiving_devices(recipe: Recipe) -> set[str]:
-    return {receiving_device(recipe, index) for index in range(engines_here(recipe))}
+    return {receiving_device(recipe, index) for index in range(recipe.engines_here)}
 
 
 def receiving_device(recipe: Recipe, index: int) -> str:
@@ -199,12 +189,12 @@ def receiving_device(recipe: Recipe, index: int) -> str:
 
 def shares_device(recipe: Recipe) -> bool:
     """Whether engines and trainer compute on one GPU, or one core."""
-    if not engines_here(recipe) or not ranks_here(recipe):
+    if not recipe.engines_here or not recipe.ranks_here:
         return False
     if choose_device(recipe) == "cpu":
         return len(os.sched_getaffinity(0)) < 2
     trainers, is_elsewhere = trainer_devices(recipe), bool(recipe.engine.vllm.urls)
-    return not is_elsewhere and any(device_of(recipe, "engine", each) in trainers for each in range(engines_here(recipe)))
+    return not is_elsewhere and any(device_of(recipe, "engine", each) in trainers for each in range(recipe.engines_here))
 
 
 def why_not_lent(recipe: Recipe) -> str:
@@ -215,7 +205,7 @@ def why_not_lent(recipe: Recipe) -> str:
         return "orchestrate = 'inline' has one process"
     if engine_kind(recipe.engine).has_server:
         return f"engine.kind = '{recipe.engine.kind}' cannot give memory back to the trainer"
-    if not ranks_here(recipe):
+    if not recipe.ranks_here:
         return "the trainer is on another host"
     if shares_device(recipe):
         return "engines compute on the trainer's device already"
@@ -238,5 +228,5 @@ def choose_transport(recipe: Recipe) -> str:
         is_one_process=recipe.is_inline,
         shares_gpu=shares_gpu,
         between_hosts=bool(recipe.cluster.listen),
-        on_this_host=bool(engines_here(recipe) and ranks_here(recipe)),
+        on_this_host=bool(recipe.engines_here and recipe.ranks_here),
     )

@@ -176,11 +176,11 @@ def choose_handover(recipe: Recipe, *, device: str) -> str:
         return wanted
     gpus = gpus_of(recipe, 0, count=num_gpus())
     if wanted == "auto":
-        is_alone = recipe.engine.count == _ranks_here(recipe) == 1  # otherwise one file is less than copies on GPU 0
+        is_alone = recipe.engine.count == recipe.ranks_here == 1  # otherwise one file is less than copies on GPU 0
         return "ipc" if len(gpus) == 1 else "nccl" if is_alone else "folder"
     if wanted == "ipc" and len(gpus) > 1:
         raise ConfigError(f"{setting}: a server of {len(gpus)} GPUs cannot open the memory of one; set it to 'nccl'")
-    if wanted == "nccl" and gpus[0] < max(_ranks_here(recipe), 1):
+    if wanted == "nccl" and gpus[0] < max(recipe.ranks_here, 1):
         raise ConfigError(f"{setting}: NCCL wants a GPU for each end, and the server has the first; leave it auto")
     return wanted
 
@@ -202,7 +202,7 @@ def num_gpus() -> int:
 def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
     """The numbers of a server's GPUs, as many as its parallelism needs, after those of the trainer's ranks. If none is left,
     servers of one GPU share theirs."""
-    each, num_servers, ranks = recipe.engine.vllm.gpus_per_server, recipe.engine.count, _ranks_here(recipe)
+    each, num_servers, ranks = recipe.engine.vllm.gpus_per_server, recipe.engine.count, recipe.ranks_here
     free = count - ranks
     if each == 1 and free < 1:
         return [index % max(count, 1)]
@@ -212,10 +212,6 @@ def gpus_of(recipe: Recipe, index: int, *, count: int) -> list[int]:
             f"{count} there are"
         )
     return [ranks + (index * each + offset) % free for offset in range(each)]
-
-
-def _ranks_here(recipe: Recipe) -> int:
-    return 0 if recipe.trainer_joins else recipe.train.parallel.ranks
 
 
 def visible_to(recipe: Recipe, place: EnginePlace) -> str:
@@ -233,7 +229,7 @@ def gpu_share(recipe: Recipe, index: int, *, held: int, total: int) -> float:
         return WHOLE_GPU
     firsts = [gpus_of(recipe, each, count=num_gpus())[0] for each in range(recipe.engine.count)]
     num_servers = firsts.count(firsts[index])
-    if firsts[index] < _ranks_here(recipe):  # the trainer's too
+    if firsts[index] < recipe.ranks_here:  # the trainer's too
         return round(_SHARED_GPU / num_servers, 3)
     beside = held + _CONTEXT_BYTES if choose_handover(recipe, device="cuda") == "ipc" else 0
     return round(max(WHOLE_GPU / num_servers - beside / total, 0.0), 3)
