@@ -14,6 +14,7 @@ import itertools
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine import engine_kind
@@ -65,13 +66,16 @@ class RayProcesses(ClusterProcesses):
         """Nobody waits for `_place` any more, whose thread must then end too."""
         self._is_ours = False
         """Whether this run has connected to Ray, and not the user's program."""
+        self._thread = ThreadPoolExecutor(1)
+        """Lives until Ray is no longer needed: a Ray that a thread has started ends with the thread."""
 
     async def listen(self) -> None:
-        self._on_exit.callback(self._release)  # once the engines have heard that the run is over
+        self._on_exit.callback(self._thread.shutdown)
+        self._on_exit.callback(lambda: self._thread.submit(self._release).result())  # once engines have heard of the end
         await super().listen()
         try:
             with self.stop.cancels(asyncio.current_task(), at=1):
-                placed = await asyncio.to_thread(self._place)
+                placed = await asyncio.wrap_future(self._thread.submit(self._place))
         finally:
             self._waits_no_more.set()
         for role, label, joining in placed:

@@ -12,10 +12,11 @@ import pytest
 
 from headrace.config import make_recipe
 from headrace.errors import SyncError
+from headrace.launch.clock import ClockOffset
 from headrace.launch.local import LocalProcesses
 from headrace.launch.placement import Placement
 from headrace.launch.process import Place, RestartBudget, RoleFailed, RoleProcess, TrainerLost
-from headrace.observe.timeline import MirroredTimeline
+from headrace.observe.timeline import MirroredTimeline, ProcessTimeline, Slice
 from headrace.rpc import Peer, RemoteError, StreamClosed, open_socket
 
 if TYPE_CHECKING:
@@ -164,6 +165,18 @@ def test_what_the_first_start_raises_ends_the_run_at_once(tmp_path: Path, how: s
     assert isinstance(error, RoleFailed) and words in str(error) and len(started) == 1 and not said
     started, said, error = start(tmp_path, how, is_first=False)
     assert error is None and len(started) == 2 and words in said[0]
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 0.0])
+def test_the_slices_of_a_host_are_moved_to_this_hosts_clock(tmp_path: Path, ahead: float) -> None:
+    processes, shown, offset = Starting(tmp_path, said=[]), list[Slice](), ClockOffset()
+    processes._timelines["engine"] = MirroredTimeline("engine", on_slice=lambda _, each: shown.append(each))
+    offset.add(ahead, within=0.001)
+    process = SimpleNamespace(name="engine-1", role="engine", index=1, host=SimpleNamespace(ticks=offset))
+    there = ProcessTimeline("engine")
+    report = there.report() | {"slices": [(100.0 + ahead, 101.5 + ahead, {"decode": 1.5})]}
+    processes._take_report(process, report)  # type: ignore[arg-type]
+    assert shown == [Slice(100.0, 101.5, {"decode": 1.5})]
 
 
 # Budgets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers import small_run
+from helpers import books_close, small_run
 from test_presets import NAMES
 from watched import versions_of
 
@@ -39,6 +39,18 @@ def test_a_preset_runs_in_processes_and_over_its_transport(name: str, tmp_path, 
     assert bool(deltas) == (given.get("sync.payload") == "delta"), "after the first, only what changed"
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["failed_syncs"] == 0 for row in rows if "failed_syncs" in row)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in NAMES if "Ray" in PRESETS[name].orchestration])
+def test_a_preset_of_ray_runs_on_a_cluster_that_it_starts(name: str, tmp_path, monkeypatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    places = {"orchestrate": "ray", "cluster": {"listen": "127.0.0.1:0"}, "device": "cpu"}
+    result = small_run(tmp_path / "run", preset=name, steps=2, **TAIL | places)
+    assert result.summary["status"] == "finished" and books_close(result.summary)
+    assert result.summary["accounting"]["trained"] == 2 * 8
+    assert not ray.is_initialized(), "and ended"
 
 
 @pytest.mark.long
