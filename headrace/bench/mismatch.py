@@ -1,4 +1,4 @@
-"""`headrace bench mismatch`: how far engine and trainer disagree when they compute differently, and what records do about it.
+"""`headrace bench mismatch`: how far engine and trainer disagree when they compute differently, and what replay does about it.
 
 The engine's weights are the trainer's, rounded to bfloat16, as those of an engine in bfloat16 are; both sides compute in
 float32, so that the figures are the same on any machine. The models are random Qwen3 and Qwen3-MoE of 4 layers, three of each.
