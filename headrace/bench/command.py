@@ -23,7 +23,7 @@ BENCHES = {
     "engine": "the native engine's tokens a second, against the memory bandwidth's limit, transformers and vLLM",
     "trainer": "the trainer's tokens a second, FLOPs utilization and memory, against transformers",
     "ranks": "two trainer ranks on two cores against one and against FSDP2, how even their loads are, and predicted memory",
-    "mismatch": "how far logprobs of engine and trainer differ at other precision, with experts replayed and not",
+    "mismatch": "how far logprobs of engine and trainer differ at other precision, with and without replayed experts and mask",
     "moe": "a mixture of experts in engine and trainer, against a dense model of equal active parameters, and vLLM",
     "lora": "an adapter's cost in decoding and publishing, and logprobs of engine and trainer with one, live and merged",
     "presets": "every preset on the same work: an emulated cluster against its bound, and the quickstart for a few seconds",
@@ -45,7 +45,7 @@ BENCH_OPTIONS: dict[str, dict[str, Any]] = {
     "lengths": {"choices": ["8k", "32k"], "help": "step: measure completions with a long tail up to this many tokens"},
     "slots": {"type": int, "help": "episodes: rollouts decoded at once (default: 256 on a GPU, 32 on a CPU)"},
     "only": {
-        "help": "lag, lora, presets, ranks, sparse, trainer, step: parts to measure, separated by commas; a wrong one lists all"
+        "help": "lag, lora, mismatch, presets, ranks, sparse, trainer, step: parts to measure, by commas; a wrong one lists all"
     },
 }
 """Options that only some benchmarks have: those their help begins with."""

@@ -2,8 +2,9 @@
 
 The engine's weights are the trainer's, rounded to bfloat16, as those of an engine in bfloat16 are; both sides compute in
 float32, so that the figures are the same on any machine. The models are random Qwen3 and Qwen3-MoE of 4 layers, three of each.
-With the same rollouts the trainer measures the KL and |Δ logprob| of its tokens, once routing freely and once replaying the
-engine's experts; tis then weighs the tokens, and its mean weight and the effective sample size say how much it has to mend.
+With the same rollouts the trainer measures the KL and |Δ logprob| of its tokens, with all that the engine recorded and
+without: routing freely instead of replaying its experts, and, where top-p truncates the distribution, without the sampling
+mask. tis then weighs the tokens, and its mean weight and the effective sample size say how much it has to mend.
 
 The learning parts train smaller such models on a task: of 8 groups of tokens, to sample from them in turn. After every version
 the engine gets the weights rounded to 8 bits (float8 e4m3), a coarser difference than bfloat16; rewards are compared with
@@ -33,7 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SEEDS, ROLLOUTS, PROMPT, NEW = 3, 64, 32, 64
-VOCABULARY, DEVIATION = 512, 0.15
+VOCABULARY, DEVIATION, TOP_P = 512, 0.15, 0.9
+WITHOUT = {
+    "all": (), "free": ("expert_routing",), "no mask": ("sampling_mask",), "neither": ("expert_routing", "sampling_mask"),
+}  # fmt: skip
+"""What of the record the trainer does without."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
@@ -50,43 +55,48 @@ WAYS: dict[str, dict[str, bool]] = {
 EXPERTS: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
-def run(*, quick: bool, json_file: Path | None) -> int:
+def run(*, quick: bool, json_file: Path | None, only: str | None = None) -> int:
     """`--quick` measures one model of each kind with few rollouts."""
     torch.set_num_threads(1)  # the models are too small for more
     parts = {name: partial(_measure, name, quick=quick) for name in ("moe", "dense")}
     parts |= {f"{name}-learns": partial(_measure_learning, name, quick=quick) for name in ("moe", "dense")}
-    return run_parts("mismatch", parts, quick=quick, json_file=json_file)
+    return run_parts("mismatch", parts, quick=quick, json_file=json_file, only=only)
 
 
 def _measure(kind: str, *, quick: bool) -> Iterator[list[Row]]:
-    seen: dict[str, list[dict[str, float]]] = {}
-    for seed in range(1 if quick else SEEDS):
-        rollouts = _sample(_make_model(kind, seed, is_rounded=True), count=16 if quick else ROLLOUTS)
-        ways = {"free": [rollout.replace(expert_routing=None) for rollout in rollouts], "replayed": rollouts}
-        for way, given in ways.items():
-            if kind == "moe" or way == "free":
-                trainer = DeviceTrainer(_make_model(kind, seed), tokenizer=build_tokenizer(), settings=TrainSettings())
-                batch = replace(make_batch(given, advantages=[1.0] * len(given), loss="reinforce"), corrections={"tis": {}})
-                seen.setdefault(way, []).append(trainer.forward_backward(batch))
+    for top_p in (1.0, TOP_P):
+        seen: dict[str, list[dict[str, float]]] = {}
+        for seed in range(1 if quick else SEEDS):
+            model = _make_model(kind, seed, is_rounded=True)
+            rollouts = _sample(model, count=16 if quick else ROLLOUTS, top_p=top_p)
+            for way, fields in WITHOUT.items():
+                if all(getattr(rollouts[0], field) is not None for field in fields):
+                    given = [rollout.replace(**dict.fromkeys(fields)) for rollout in rollouts]
+                    trainer = DeviceTrainer(_make_model(kind, seed), tokenizer=build_tokenizer(), settings=TrainSettings())
+                    batch = replace(make_batch(given, advantages=[1.0] * len(given), loss="reinforce"), corrections={"tis": {}})
+                    seen.setdefault(way, []).append(trainer.forward_backward(batch))
+        yield _rows(kind if top_p == 1 else f"{kind}, top-p {top_p}", seen)
 
-    def row(name: str, metric: str, unit: str, **options: Any) -> Row:  # noqa: ANN401
+
+def _rows(case: str, seen: Mapping[str, list[dict[str, float]]]) -> list[Row]:
+    def row(name: str, metric: str, unit: str) -> Row:
         pick = max if metric == "mismatch_max" else np.mean
         found = {way: float(pick([each[metric] for each in metrics])) for way, metrics in seen.items()}
-        value = found.pop("replayed", None)
-        return Row(f"{kind}: {name}", found.pop("free") if value is None else value, unit, peers=found, **options)
+        return Row(f"{case}: {name}", found.pop("all"), unit, peers=found)
 
     rows = [
         row("KL of engine and trainer", "kl", "nats"),
         row("mean |Δ logprob|", "mismatch", "nats"),
         row("largest |Δ logprob|", "mismatch_max", "nats"),
+        row("mean ratio", "ratio", ""),
         row("mean weight of tis", "correction", ""),
         row("effective sample size", "ess", "share"),
     ]
-    if kind == "moe":
-        differs = np.mean([each["routing_differs"] for each in seen["replayed"]])
-        rows.append(Row("moe: routers that would choose otherwise", float(differs), "share"))
-        rows.append(Row("moe: KL, replayed ÷ free", rows[0].value / rows[0].peers["free"], "", goal="≤ 0.5"))
-    yield rows
+    if "free" in seen:
+        differs = np.mean([each["routing_differs"] for each in seen["all"]])
+        rows.append(Row(f"{case}: routers that would choose otherwise", float(differs), "share"))
+        rows.append(Row(f"{case}: KL, replayed ÷ free", rows[0].value / rows[0].peers["free"], "", goal="≤ 0.5"))
+    return rows
 
 
 def _measure_learning(kind: str, *, quick: bool) -> Iterator[list[Row]]:
@@ -151,17 +161,19 @@ def _make_model(kind: str, seed: int, *, is_rounded: bool = False, shape: Mappin
     return prepare(model, name=kind)
 
 
-def _sample(model: PreTrainedModel, *, count: int) -> list[Rollout]:
+def _sample(model: PreTrainedModel, *, count: int, top_p: float) -> list[Rollout]:
     core = EngineCore(model, name="engine", slots=count, context=PROMPT + NEW + 1, record_routing=True)
-    return _generate(core, count=count, vocabulary=VOCABULARY, length=PROMPT, new=NEW)
+    return _generate(core, count=count, vocabulary=VOCABULARY, length=PROMPT, new=NEW, top_p=top_p)
 
 
-def _generate(core: EngineCore, *, count: int, vocabulary: int, length: int, new: int, seed: int = 0) -> list[Rollout]:
+def _generate(
+    core: EngineCore, *, count: int, vocabulary: int, length: int, new: int, seed: int = 0, top_p: float = 1.0
+) -> list[Rollout]:
     done: list[Rollout] = []
     for index in range(seed * count, (seed + 1) * count):
         tokens = np.random.default_rng(index).integers(3, vocabulary, size=length)
         prompt = Rollout.from_prompt(tokens, id=str(index), group=str(index))
-        core.submit(Request(prompt, Sampling(max_tokens=new, seed=index), on_done=done.append))
+        core.submit(Request(prompt, Sampling(max_tokens=new, top_p=top_p, seed=index), on_done=done.append))
     while core.has_work:
         core.step()
     return done

@@ -129,6 +129,9 @@ def test_mismatch(tmp_path) -> None:
     rows = run_bench(tmp_path, "mismatch")
     kl = rows["moe: KL of engine and trainer"]
     assert 0 < kl["value"] < kl["peers"]["free"] and rows["dense: KL of engine and trainer"]["value"] > 0
+    for kind in ("moe", "dense"):
+        ratio = rows[f"{kind}, top-p 0.9: mean ratio"]
+        assert abs(ratio["value"] - 1) < 0.005 and 0.85 < ratio["peers"]["no mask"] < 0.95
 
 
 @pytest.mark.long
