@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 from faults import RECIPE, Running, command_of, is_alive, start, wait_until
-from helpers import mismatches
+from helpers import mismatches, small_run
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vllm_server import MISSING, VARIABLES, vllm_python
 
@@ -51,9 +51,11 @@ def begin(tmp_path, monkeypatch):
     return lambda *overrides: start(tmp_path, *VLLM, *overrides)
 
 
-def test_a_killed_server_is_started_again_and_the_run_loses_nothing(begin):
+def test_a_killed_server_is_started_again_and_the_run_loses_nothing(begin, tmp_path):
+    """The model is the checkpoint of another run."""
     assert "[engine]" in RECIPE
-    run = begin()
+    trained = small_run(tmp_path / "native", steps=2, model={"context": 512})
+    run = begin(f"--model.path={trained.checkpoint}")
     run.wait_for_version(2)
     first = servers(run)
     assert len(first) == 2, "a keeper and a server"
