@@ -177,10 +177,15 @@ class Run:
             await policy.in_flight.close()
 
     def stop(self) -> None:
-        """End early: wakes `train`, which returns once no version's weights are begun."""
+        """End early: `train` returns once no version's weights are begun."""
         self.is_stopping = True
+        self._wake_train()
+
+    def _wake_train(self) -> None:
+        """The batch that it waits for, or a part of one, may not be wanted any more."""
         for policy in self.policies.values():
-            if self.is_over(policy, policy.version):
+            following = policy.version + len(policy.started) - (policy.unfinished is not None)
+            if self.is_over(policy, following):
                 policy.buffer.ready.set()
 
     def is_over(self, policy: PolicyState, version: int) -> bool:
@@ -201,6 +206,7 @@ class Run:
         self._sampling = dataclasses.replace(self._sampling, temperature=recipe.sampling.temperature)
         for policy in self.policies.values():
             policy.use(recipe)
+        self._wake_train()
 
     def note_progress(self) -> None:
         """Restart the deadline that `watch` enforces."""
