@@ -213,10 +213,12 @@ class Run:
         self.progressed_at = time.monotonic()
 
     async def watch(self) -> None:
-        """Fail the run when nothing has moved for `deadline` seconds, and say what it waits for. Woken by a timer."""
+        """Fail the run when nothing has moved for `deadline` seconds, and say what it waits for. Count the engines, because
+        more than the recipe has may have joined. Woken by a timer."""
         deadline, seen, policies = self.recipe.deadline, (-1, -1, -1), self.policies.values()
         while True:
             await asyncio.sleep(min(deadline / 4, 5.0))
+            self._count_engines()
             state = await self.roles.engine.state()
             passes = sum(policy.trainer.num_passes for policy in policies)
             before, seen = seen, (state.tokens, passes, self.roles.scorer.num_calls)
@@ -308,12 +310,10 @@ class Run:
     def settle_trained(self, policy: PolicyState, started: StartedBatch) -> None:
         """The next version is trained."""
         policy.settle_trained(started)
-        self._count_engines()
         self.note_progress()
         self.on_trained(policy, started)
 
     def _count_engines(self) -> None:
-        """More engines than the recipe has may have joined."""
         num_engines = self.roles.num_engines(self.recipe)
         self.generate_calls.resize(max_generate_calls(self.recipe, num_engines))
         for policy in self.policies.values():
