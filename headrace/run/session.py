@@ -214,10 +214,11 @@ class Session:
                 self.run.stop()
 
     def _change(self, change: Change) -> None:
-        recipe = changed(self.recipe, change.key, change.value, version=self.policy.version)
-        begun = self.policy.version + len(self.policy.started)
-        if recipe.steps < begun:  # an evaluation beside training has shortened the run
-            return self._change(replace(change, value=begun))
+        """Training may have gone on beside the evaluation that shortens the run: what is begun is trained."""
+        least = min(self.policy.version + max(1, len(self.policy.started)), self.recipe.steps)
+        recipe = changed(self.recipe, change.key, change.value, version=0)
+        if recipe.steps < least:
+            return self._change(replace(change, value=least))
         if recipe != self.recipe:
             change = replace(change, was=value_of(self.recipe, change.key), version=self.policy.version)
             self.recipe = recipe

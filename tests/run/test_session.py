@@ -170,12 +170,14 @@ def change_during(session: Session, trainer: Trainer, step: int, **change: Any) 
     trainer._step = _step  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("max_lag", "groups", "steps"), [(0.5, 2, 3), (0.5, 4, 4), (2, 2, 4)])
-async def test_a_run_shortened_during_a_step_ends_after_what_is_begun(tmp_path: Path, max_lag, groups, steps) -> None:
+@pytest.mark.parametrize(
+    ("max_lag", "groups", "asked", "steps"), [(0.5, 2, 3, 3), (0.5, 2, 1, 3), (0.5, 4, 3, 4), (2, 2, 3, 4)]
+)
+async def test_a_run_shortened_during_a_step_ends_after_what_is_begun(tmp_path: Path, max_lag, groups, asked, steps) -> None:
     """Of the next batch nothing is there when it is waited for, or a part, or all of it is sent already."""
     more: dict[str, Any] = {"train": {"batch": 4 * groups, "group_size": 4, "stream_parts": groups // 2}}
     session, trainer = make_session(tmp_path, later=0, checkpoint={"every": 100}, staleness={"max_lag": max_lag}, **more)
-    change_during(session, trainer, 3 if groups == 2 else 5, key="steps", value=3)
+    change_during(session, trainer, 3 if groups == 2 else 5, key="steps", value=asked)
     await asyncio.wait_for(session.train(), 5)
     assert (session.policy.version, session.recipe.steps, session.changes[0].value) == (steps, steps, steps)
     assert session.resumes_from == steps
