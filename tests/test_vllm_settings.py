@@ -241,6 +241,8 @@ def test_servers_of_several_gpus_get_as_many_and_never_the_trainers() -> None:
     assert [gpus_of(make_recipe(ranks), index, count=5) for index in range(2)] == [[4], [4]]
     assert [gpus_of(make_recipe(ranks), index, count=4) for index in range(2)] == [[0], [1]], "none is left"
     assert "vllm       2 server(s) of 2 GPUs each, 4 in all, started here" in "\n".join(sharded.derivation())
+    joining = make_recipe({**ranks, "engine.count": 0, "cluster.listen": "h:1"})
+    assert "vllm       a server for each engine that joins, started there" in "\n".join(joining.derivation())
     one = vllm(count=3)
     assert [gpus_of(one, index, count=3) for index in range(3)] == [[1], [2], [1]] and gpus_of(one, 2, count=1) == [0]
 

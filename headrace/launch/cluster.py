@@ -94,7 +94,7 @@ class ClusterProcesses(LocalProcesses):
         self._url = url = self._hosts.start()
         on_exit.callback(self._hosts.close)
         where = "HEADRACE_TOKEN or --token-file has" if token else f"--token-file {self._folder / 'join.token'} has"
-        trainer = "; --role trainer for the trainer" if self._recipe.cluster.trainer_joins else ""
+        trainer = "; --role trainer for the trainer" if self._trains and self._recipe.cluster.trainer_joins else ""
         self._say(f"join       headrace join {url}, where {where} the token{trainer}")
 
     def _kill_all(self) -> None:

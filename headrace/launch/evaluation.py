@@ -16,9 +16,8 @@ from headrace.envs import PromptEncoder
 from headrace.launch.build import check_engine
 from headrace.launch.folder import saved_in
 from headrace.launch.forecast import longest_prompt, max_kv_blocks
-from headrace.launch.inline import Inline
 from headrace.launch.inputs import UserInputs, check_inputs, held_out_tasks, reward_functions
-from headrace.launch.launcher import outside_event_loop
+from headrace.launch.launcher import orchestration_of, outside_event_loop
 from headrace.launch.local import LocalProcesses
 from headrace.launch.placement import set_threads
 from headrace.launch.process import RoleFailed
@@ -26,7 +25,7 @@ from headrace.launch.start_model import model_folder
 from headrace.launch.stop import StopRequest, sigterm_as_interrupt
 from headrace.lora import base_of
 from headrace.model import config_limit, load_config, load_tokenizer
-from headrace.observe import Observer, evaluation_table
+from headrace.observe import Observer, evaluation_table, open_screen
 from headrace.run import (
     MANIFEST,
     Estimate,
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headrace.config import Recipe
+    from headrace.launch.inline import Inline
     from headrace.records import Plain
 
 
@@ -152,6 +152,7 @@ def _evaluate(path: str, recipe: Recipe, given: UserInputs, held_out: dict[str, 
     if base_of(path) and not recipe.lora.is_on and engine_kind(recipe.engine).has_server:
         raise ConfigError(f"{path}: it is an adapter; set [lora] as it has it, or merge it first")
     stop = StopRequest()
+    kind = orchestration_of(recipe) if recipe.is_inline or recipe.engines_join else LocalProcesses
 
     def run() -> Evaluation:
         set_threads(recipe)
@@ -161,7 +162,7 @@ def _evaluate(path: str, recipe: Recipe, given: UserInputs, held_out: dict[str, 
             model_folder(recipe, given, say=lambda _: None) as model_path,
         ):
             (Path(folder) / "logs").mkdir()
-            with (Inline if recipe.is_inline else LocalProcesses)(recipe, Path(folder), trains=False) as orchestration:
+            with kind(recipe, Path(folder), trains=False) as orchestration:
                 try:
                     return asyncio.run(then_end_tasks(_run(model_path, orchestration, recipe, given, held_out, stop)))
                 except asyncio.CancelledError:
@@ -184,7 +185,8 @@ async def _run(
 ) -> Evaluation:
     task = asyncio.current_task()
     assert task is not None
-    observer, most_blocks = Observer(elsewhere=orchestration.reporting_roles), 0
+    screen = open_screen(steps=0, quiet=not recipe.engines_join)  # says where hosts join
+    observer, most_blocks = Observer(screen=screen, elsewhere=orchestration.reporting_roles), 0
     if given.is_single_turn(recipe):
         longest = longest_prompt((), PromptEncoder(load_tokenizer(model_path, recipe.model)), held_out=held_out)
         context, count = config_limit(load_config(model_path), recipe.model.context), sum(map(len, held_out.values()))

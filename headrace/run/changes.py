@@ -52,7 +52,7 @@ def changed(recipe: Recipe, key: str, value: object, *, version: int) -> Recipe:
         raise ConfigError(f"{given}: it cannot change while the run goes on; these can: {', '.join(CHANGEABLE)}")
     result = build(type(recipe), apply_overrides(to_dict(recipe), {key: value}))
     check_loss(result.train.loss, result.train.constants)
-    if result.steps <= version:
+    if result.steps <= version and result.steps != recipe.steps:
         raise ConfigError(f"{given}: version {version} is trained already; to end the run now, call stop()")
     if bool(result.train.kl) != bool(recipe.train.kl):
         raise ConfigError(f"{given}: kl = 0 is a run without a reference model; between 0 and another weight it cannot change")

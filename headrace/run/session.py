@@ -214,7 +214,11 @@ class Session:
                 self.run.stop()
 
     def _change(self, change: Change) -> None:
-        recipe = changed(self.recipe, change.key, change.value, version=self.policy.version)
+        """Training may have gone on beside the evaluation that shortens the run: what is begun is trained."""
+        least = min(self.policy.version + max(1, len(self.policy.started)), self.recipe.steps)
+        recipe = changed(self.recipe, change.key, change.value, version=0)
+        if recipe.steps < least:
+            return self._change(replace(change, value=least))
         if recipe != self.recipe:
             change = replace(change, was=value_of(self.recipe, change.key), version=self.policy.version)
             self.recipe = recipe
@@ -318,9 +322,10 @@ class Session:
 
     async def _start_saving(self, *, beside: bool) -> bool:
         """Take all that a checkpoint of the newest version needs, and return whether there is one to write; a task then writes
-        it. `beside`: while training goes on. The trainer copies its weights before any step sent later."""
+        it. `beside`: while training goes on. The trainer copies its weights before any step sent later; if it has one already,
+        because training was not held for this version when it began, there is none."""
         policy = self.policy
-        if policy.version == self._saved_version or not policy.has_whole_version:
+        if policy.version == self._saved_version or not policy.has_whole_version or policy.started:
             return False
         self.progress.wasted_tokens = policy.wasted_tokens
         self.progress.log(self.roles.scorer.take_logged())

@@ -177,10 +177,15 @@ class Run:
             await policy.in_flight.close()
 
     def stop(self) -> None:
-        """End early: wakes `train`, which returns once no version's weights are begun."""
+        """End early: `train` returns once no version's weights are begun."""
         self.is_stopping = True
+        self._wake_train()
+
+    def _wake_train(self) -> None:
+        """The batch that it waits for, or a part of one, may not be wanted any more."""
         for policy in self.policies.values():
-            if self.is_over(policy, policy.version):
+            following = policy.version + len(policy.started) - (policy.unfinished is not None)
+            if self.is_over(policy, following):
                 policy.buffer.ready.set()
 
     def is_over(self, policy: PolicyState, version: int) -> bool:
@@ -201,16 +206,19 @@ class Run:
         self._sampling = dataclasses.replace(self._sampling, temperature=recipe.sampling.temperature)
         for policy in self.policies.values():
             policy.use(recipe)
+        self._wake_train()
 
     def note_progress(self) -> None:
         """Restart the deadline that `watch` enforces."""
         self.progressed_at = time.monotonic()
 
     async def watch(self) -> None:
-        """Fail the run when nothing has moved for `deadline` seconds, and say what it waits for. Woken by a timer."""
+        """Fail the run when nothing has moved for `deadline` seconds, and say what it waits for. Count the engines, because
+        more than the recipe has may have joined. Woken by a timer."""
         deadline, seen, policies = self.recipe.deadline, (-1, -1, -1), self.policies.values()
         while True:
             await asyncio.sleep(min(deadline / 4, 5.0))
+            self._count_engines()
             state = await self.roles.engine.state()
             passes = sum(policy.trainer.num_passes for policy in policies)
             before, seen = seen, (state.tokens, passes, self.roles.scorer.num_calls)
@@ -302,12 +310,10 @@ class Run:
     def settle_trained(self, policy: PolicyState, started: StartedBatch) -> None:
         """The next version is trained."""
         policy.settle_trained(started)
-        self._count_engines()
         self.note_progress()
         self.on_trained(policy, started)
 
     def _count_engines(self) -> None:
-        """More engines than the recipe has may have joined."""
         num_engines = self.roles.num_engines(self.recipe)
         self.generate_calls.resize(max_generate_calls(self.recipe, num_engines))
         for policy in self.policies.values():

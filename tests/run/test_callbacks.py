@@ -210,6 +210,13 @@ def test_the_length_of_a_run_may_change(tmp_path: Path, steps: int) -> None:
     assert [row["version"] for row in rows(tmp_path / "run") if "success" in row] == [steps]
 
 
+def test_a_setting_may_change_at_every_version(tmp_path: Path) -> None:
+    """After the last it is for no batch, and no error."""
+    changes = [At(version, lambda state: state.change("train.learning_rate", 1e-4 * state.version)) for version in (1, 2)]
+    summary = small_run(tmp_path / "run", callbacks=changes, held_out=None, steps=2).summary
+    assert summary["status"] == "finished" and [each["value"] for each in summary["changes"]] == [1e-4, 2e-4]
+
+
 def test_a_run_that_a_callback_shortened_is_not_resumed_by_the_same_command(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     how: dict[str, Any] = {"callbacks": [At(1, lambda state: state.change("steps", 2))], "held_out": None, "steps": 3}

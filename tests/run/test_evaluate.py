@@ -21,6 +21,7 @@ from headrace.engine import UnusablePrompt
 from headrace.engine.protocol import NotFinite
 from headrace.envs import SingleTurn
 from headrace.launch.inputs import UserInputs, check_inputs
+from headrace.launch.process import RoleFailed
 from headrace.observe import read_metrics
 from headrace.records import Episode, Rollout, Sampling, Scored
 from headrace.run.evaluate import Evaluator
@@ -337,3 +338,12 @@ def test_engines_of_their_own_evaluate_alike_and_leave_nothing(trained: RunResul
     local = headrace.evaluate(trained.folder, **inputs, orchestrate="local", engine={"count": 2})
     assert [task.rewards for task in local.evaluation.tasks] == [task.rewards for task in inline.evaluation.tasks]
     assert not list(Path(tempfile.gettempdir()).glob(f"headrace-{os.getpid()}-*"))
+
+
+def test_engines_that_are_all_on_other_hosts_are_waited_for(trained: RunResult, capfd) -> None:
+    places = {"engine": {"count": 0}, "cluster": {"listen": "127.0.0.1:0", "trainer_joins": True}}
+    how: dict[str, Any] = {"orchestrate": "local", "deadline": 0.5, **places}
+    with pytest.raises(RoleFailed, match=r"no engine has joined for 0.5 s \(deadline\)"):
+        headrace.evaluate(str(trained.folder), held_out=TASKS[:2], reward=length_reward, **how)
+    said = capfd.readouterr().out
+    assert "headrace join tls://" in said and "trainer" not in said

@@ -74,6 +74,18 @@ async def test_without_a_gate_what_is_in_flight_follows_the_engines() -> None:
     assert bounds() == (True, False, 16)
 
 
+async def test_engines_that_join_before_a_version_is_trained_get_calls() -> None:
+    recipe = make_recipe({"engine.slots": 8, "deadline": 0.4, "sync.canary_limit": 1e9})
+    held: dict[str, int] = {}
+    lineage = Lineage.new()
+    run = make_run(recipe, StuckTrainer(lineage), lineage, versions=lambda: held)
+    async with leg(run):
+        assert run.generate_calls.num_free == 16
+        held.update({"engine-0": 0, "engine-1": 0, "engine-2": 0})
+        await asyncio.sleep(0.2)
+        assert run.generate_calls.num_free == 48
+
+
 @pytest.mark.parametrize("order", ["completion", "submission"])
 async def test_without_gate_and_rejection_submission_stops_at_the_buffers_bytes(order: str) -> None:
     recipe = make_recipe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import os
 import time
@@ -18,7 +19,7 @@ from headrace.bench.stubs import InstantEngine, StubTrainer
 from headrace.config import make_recipe
 from headrace.durable import seal
 from headrace.observe import Observer
-from headrace.run import MANIFEST, Checkpoint, CheckpointStore, Session, summarize
+from headrace.run import MANIFEST, Change, Checkpoint, CheckpointStore, Session, summarize
 from headrace.run.checkpoint import CheckpointError
 from headrace.sync import Lineage
 from headrace.trainer.remote import Answer
@@ -46,7 +47,7 @@ class Trainer(StubTrainer):
         self.stepped = asyncio.Event()
 
     def step(self, batch: Batch, *, learning_rate: float) -> Answer[dict[str, float]]:  # type: ignore[override]
-        self.num_steps += 1
+        self.num_steps += batch.is_last
         self.stepped.set()
         return Answer(self._step())
 
@@ -154,6 +155,40 @@ def test_a_checkpoint_shows_the_moment_when_it_was_begun(tmp_path: Path) -> None
         counts = session.policy.ledger.counts()
         assert counts["trained"] == version * 8 and counts["buffered"] + counts["in_flight"] > 0
         session.observer.close()
+
+
+def change_during(session: Session, trainer: Trainer, step: int, **change: Any) -> None:
+    """As an evaluation's callback does, which runs beside training: when the next batch is waited for, or sent."""
+    numbers = itertools.count(1)
+
+    async def _step() -> dict[str, float]:
+        if next(numbers) == step:
+            await asyncio.sleep(0.05)
+            session._change(Change(by="test", **change))
+        return {"loss": 0.0, "mismatch": 0.0, "mismatch_max": 0.0}
+
+    trainer._step = _step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "groups", "asked", "steps"), [(0.5, 2, 3, 3), (0.5, 2, 1, 3), (0.5, 4, 3, 4), (2, 2, 3, 4)]
+)
+async def test_a_run_shortened_during_a_step_ends_after_what_is_begun(tmp_path: Path, max_lag, groups, asked, steps) -> None:
+    """Of the next batch nothing is there when it is waited for, or a part, or all of it is sent already."""
+    more: dict[str, Any] = {"train": {"batch": 4 * groups, "group_size": 4, "stream_parts": groups // 2}}
+    session, trainer = make_session(tmp_path, later=0, checkpoint={"every": 100}, staleness={"max_lag": max_lag}, **more)
+    change_during(session, trainer, 3 if groups == 2 else 5, key="steps", value=asked)
+    await asyncio.wait_for(session.train(), 5)
+    assert (session.policy.version, session.recipe.steps, session.changes[0].value) == (steps, steps, steps)
+    assert session.resumes_from == steps
+
+
+async def test_a_checkpoint_wanted_only_when_the_next_batch_is_with_the_trainer_is_not_written(tmp_path: Path) -> None:
+    """It would have the weights after that batch."""
+    session, trainer = make_session(tmp_path, later=0, checkpoint={"every": 100})
+    change_during(session, trainer, 3, key="checkpoint.every", value=3)
+    await asyncio.wait_for(session.train(), 30)
+    assert trainer.asked == [(".step-6.tmp", 6), (".step-8.tmp", 8)]
 
 
 async def test_a_checkpoint_that_fails_beside_training_ends_the_run_and_the_newest_version_is_rescued(tmp_path: Path) -> None:

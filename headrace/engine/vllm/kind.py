@@ -77,10 +77,11 @@ class VllmKind(EngineKind):
     def describe(self, settings: EngineSettings, *, max_tokens: int) -> list[str]:
         vllm, count = settings.vllm, self.num_engines(settings)
         gpus = f" of {each} GPUs each, {count * each} in all" if (each := vllm.gpus_per_server) > 1 else ""
-        started = f"started here {shlex.join(vllm.command_line())}".rstrip()
+        servers = f"{count} server(s){gpus}, started here" if count else "a server for each engine that joins, started there"
+        started = f"{servers} {shlex.join(vllm.command_line())}".rstrip()
         return [
             self._sizes(settings, max_tokens=max_tokens, counted="engine.vllm.urls" if vllm.urls else "engine.count"),
-            f"vllm       {count} server(s){gpus}, {'running already' if vllm.urls else started}",
+            f"vllm       {f'{count} server(s){gpus}, running already' if vllm.urls else started}",
         ]
 
     def check_machine(self, recipe: Recipe, *, device: str) -> None:
