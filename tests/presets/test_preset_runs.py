@@ -1,4 +1,4 @@
-"""Every preset for a few versions: engine and trainer in processes of their own, weights over the preset's transport."""
+"""Every preset for a few versions: engine and trainer in processes of their own, which Ray starts if it does the library's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ TAIL = {
 }
 
 
+ON_RAY = [name for name in NAMES if "Ray" in PRESETS[name].orchestration]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ON_RAY or name == "slime"])
 def test_a_preset_runs_in_processes_and_over_its_transport(name: str, tmp_path, monkeypatch) -> None:
     load, updates = EnginePool.load, []
     monkeypatch.setattr(EnginePool, "load", lambda self, update, **how: (updates.append(update), load(self, update, **how))[1])
@@ -42,7 +45,7 @@ def test_a_preset_runs_in_processes_and_over_its_transport(name: str, tmp_path, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in NAMES if "Ray" in PRESETS[name].orchestration])
+@pytest.mark.parametrize("name", ON_RAY)
 def test_a_preset_of_ray_runs_on_a_cluster_that_it_starts(name: str, tmp_path, monkeypatch) -> None:
     ray = pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
