@@ -69,6 +69,7 @@ def run_parts(bench: str, parts: Mapping[str, Part], *, quick: bool, json_file: 
     transformers_logging.disable_progress_bar()
     rows: list[Row] = []
     has_failed = False
+    commit = subprocess.getoutput("git rev-parse --short HEAD 2>/dev/null")  # empty if not run from a checkout
     try:
         for name in choose(bench, parts, only):
             started = time.perf_counter()
@@ -80,7 +81,7 @@ def run_parts(bench: str, parts: Mapping[str, Part], *, quick: bool, json_file: 
                         say(f"{row.name}: {row.value:.4g} {row.unit}{others}")
                         rows.append(replace(row, goal=f"{row.goal}{_NOT_JUDGED}") if quick and row.goal else row)
                     if json_file is not None:
-                        write(bench, rows, json_file)
+                        write(bench, rows, json_file, commit=commit)
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001  (what fails in one part may work in another)
@@ -166,16 +167,11 @@ def missed(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def write(bench: str, rows: Sequence[Row], path: Path) -> None:
+def write(bench: str, rows: Sequence[Row], path: Path, *, commit: str) -> None:
     """Write the rows as JSON, with the machine and the commit they were measured on."""
     torch = sys.modules.get("torch")  # not imported just for this
     gpu = f", {torch.cuda.get_device_name()}" if torch is not None and torch.cuda.is_available() else ""
     host = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}{gpu}"
-    try:
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = ""  # not run from a checkout
     shown = [{name: value for name, value in asdict(row).items() if name != "curve" or value} for row in rows]
     content = {"bench": bench, "host": host, "commit": commit, "rows": shown}
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -84,6 +84,7 @@ PRESETS: dict[str, Preset] = {
             "sync.transport": _COLLECTIVE,
             "engine.lend": (True, "an idle trainer's device generates"),
         },
+        advice={"staleness.rejected = 'wait'": "verl's other choice: training waits for a group before it is too old"},
         differs="As in its recipes (use_rollout_log_probs), the ratio is against the log-probs of the rollout. verl can also "
         "correct by the weights that a version began with, which it puts back for each mini-batch; staleness.correct takes the "
         "policy that a step finds. On GPUs engine.lend needs sync.transport = 'auto': NCCL does not broadcast within one GPU.",

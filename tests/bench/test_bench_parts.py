@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +20,15 @@ from headrace.cli import main
 from headrace.settings import ConfigError
 
 
-def test_a_part_that_fails_keeps_its_rows_and_the_others_go_on(tmp_path, capsys):
-    file = tmp_path / "out.json"
+def test_a_part_that_fails_keeps_its_rows_and_the_others_go_on(tmp_path, capsys, monkeypatch):
+    file, commit = tmp_path / "out.json", subprocess.getoutput("git rev-parse --short HEAD 2>/dev/null")
 
     def names() -> list[str]:
         return [row["name"] for row in json.loads(file.read_text())["rows"]]
 
     def broken():
         yield [Row("before", 1.0, "s")]
+        monkeypatch.chdir(tmp_path)  # git knows another commit now, or none
         raise RuntimeError("it broke\nhere")
 
     def sound():
@@ -36,6 +38,7 @@ def test_a_part_that_fails_keeps_its_rows_and_the_others_go_on(tmp_path, capsys)
 
     parts = {"broken": broken, "sound": sound}
     assert run_parts("x", parts, only=None, quick=False, json_file=file) == 1
+    assert json.loads(file.read_text())["commit"] == commit, "that of the start"
     assert names() == ["before", "after"] and "broken: failed: RuntimeError: it broke\n" in capsys.readouterr().out
     slow = {"slow": lambda: [[Row("slow", 4.0, "s", goal="≤ 3")]]}
     assert run_parts("x", slow, only=None, quick=True, json_file=file) == 0
