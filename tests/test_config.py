@@ -354,6 +354,7 @@ def test_every_section_is_documented() -> None:
             {"environment": {"tools": ["math:sqrt"], "options": {"tool_timeout": 45}}, "deadline": 180},
             "environment.options.tool_timeout = 45: an episode without a generate call for a quarter of deadline = 180 fails",
         ),
+        ({"environment": {"tools": ["math:sqrt"]}, "deadline": 100}, "environment.options.tool_timeout = 30: an episode"),
         (
             {"partial.cancel": "over_age", "staleness.rejected": "wait"},
             "staleness.rejected = 'wait': no group grows too old to be cancelled",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from headrace.buffer import buffer_policy, check_buffer, needs_gate
 from headrace.config.stream_parts import whole_batch_reasons
 from headrace.engine import check_engine_kind
+from headrace.envs import TOOL_TIMEOUT
 from headrace.partial import check_unfinished, pauses_unfinished
 from headrace.settings import ConfigError
 from headrace.staleness import check_correction, check_staleness, max_untrained_groups
@@ -39,7 +40,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         TrainSettings(schedule=recipe.sft.schedule)
     except ConfigError as error:
         yield f"sft.{error}"
-    seconds = recipe.environment.options.get("tool_timeout", 0.0) if recipe.environment.tools else 0.0
+    seconds = recipe.environment.options.get("tool_timeout", TOOL_TIMEOUT) if recipe.environment.tools else 0.0
     if isinstance(seconds, int | float) and seconds * 4 >= recipe.deadline:
         yield (
             f"environment.options.tool_timeout = {seconds:g}: an episode without a generate call for a quarter of deadline = "

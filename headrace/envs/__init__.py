@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.envs.processes import REFUSALS, ProcessEnvironment
     from headrace.envs.program import ProgramAgent
     from headrace.envs.pushed import PushedEnvironment
-    from headrace.envs.settings import EnvironmentSettings, EpisodeSettings
+    from headrace.envs.settings import TOOL_TIMEOUT, EnvironmentSettings, EpisodeSettings
     from headrace.envs.single_turn import Environment, SingleTurn, run_episode
     from headrace.envs.steps import ENVIRONMENT, StepEnvironment
     from headrace.envs.tools import MCP, ToolEnvironment

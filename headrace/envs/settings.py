@@ -8,6 +8,9 @@ from typing import Any
 
 from headrace.settings import ELASTIC, OPERATIONAL, ConfigError, check, check_least
 
+TOOL_TIMEOUT = 30.0
+"""Seconds that a call of a tool may take, unless `options` say otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSettings:

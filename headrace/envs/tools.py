@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headrace.envs.settings import TOOL_TIMEOUT
 from headrace.envs.turns import check_limits
 from headrace.imports import import_name
 from headrace.settings import ConfigError, check
@@ -108,6 +109,8 @@ class EpisodeTools:
     def __init__(self, tools: list[Tool], instances: list[Any], *, timeout: float, max_reply: int) -> None:
         self._tools, self.instances = {tool.name: tool for tool in tools}, instances
         self._timeout, self._max_reply = timeout, max_reply
+        self.was_late = False
+        """A call took too long; a plain function may still be at it, in its thread."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -132,6 +135,7 @@ class EpisodeTools:
             text.encode()
         except (Exception, SystemExit) as error:  # noqa: BLE001  (tools are the user's, and their arguments the policy's)
             is_late = isinstance(error, TimeoutError) and limit.expired()
+            self.was_late |= is_late
             reason = f"it took longer than {self._timeout:g} s" if is_late else f"{type(error).__name__}: {error}"
             text = f"Error: {reason}".encode(errors="backslashreplace").decode()
         left_out = len(text) - self._max_reply
@@ -159,7 +163,7 @@ class ToolEnvironment:
         max_turns: int = 8,
         max_tokens: int = 0,
         max_seconds: float = 0.0,
-        tool_timeout: float = 30.0,
+        tool_timeout: float = TOOL_TIMEOUT,
         max_reply: int = 8192,
         can_resume: bool = False,
     ) -> None:
@@ -174,6 +178,8 @@ class ToolEnvironment:
         check(type(max_reply) is int and max_reply >= 1, "environment.options.max_reply", max_reply, "a whole number ≥ 1")
         self._max_turns, self._max_tokens, self._max_seconds, self.can_resume = max_turns, max_tokens, max_seconds, can_resume
         self._tools = Toolbox(tools, timeout=tool_timeout, max_reply=max_reply)
+        self.was_late = False
+        """In an episode so far (`EpisodeTools.was_late`)."""
 
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
         tools = await self._tools.open(task)
@@ -189,6 +195,7 @@ class ToolEnvironment:
                 chat.append(*await tools.answer(calls))
             return chat.episode(task, environment="tools")
         finally:
+            self.was_late |= tools.was_late
             await tools.close()
 
 

@@ -21,7 +21,8 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class TrlEnvironment:
-    """As in TRL, instances are made once and reset often. One that raised is not used again."""
+    """As in TRL, instances are made once and reset often. One that raised is not used again, nor one with a call that took too
+    long, which may go on in its thread."""
 
     def __init__(self, factory: str | Callable[[], Any], **options: Any) -> None:  # noqa: ANN401
         """`factory`: a class, a function that makes an instance, or its name. `options`: of `ToolEnvironment`."""
@@ -37,12 +38,14 @@ class TrlEnvironment:
     async def run(self, task: dict[str, Plain], client: Client) -> Episode:
         instance = self._idle.pop() if self._idle else await call_user(self._factory, {})
         prompt = _with_observation(task["prompt"], await call_user(instance.reset, dict(task)))
-        episode = await self._around(instance).run({**task, "prompt": prompt}, client)
+        inner = self._around(instance)
+        episode = await inner.run({**task, "prompt": prompt}, client)
         if hasattr(instance, "get_reward"):
             reward = await call_user(instance.get_reward, {})
             rewards = {} if reward is None else {type(instance).__name__: float(reward)}
             episode = episode.replace(rollouts=tuple(rollout.replace(rewards=rewards) for rollout in episode.rollouts))
-        self._idle.append(instance)
+        if not (isinstance(inner, ToolEnvironment) and inner.was_late):
+            self._idle.append(instance)
         return episode.replace(task=task, environment="trl")
 
     def _around(self, instance: object) -> Environment:

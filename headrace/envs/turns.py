@@ -126,7 +126,13 @@ class Turns:
             before, whole = self._render([asked], history), self._render([asked, said], history, answers=False)
         except TemplateError:
             return False
-        printed = whole[len(commonprefix([before, whole])) :].rstrip()  # noqa: RUF071  (texts, not paths)
+        start = len(commonprefix([before, whole]))  # noqa: RUF071  (texts, not paths)
+        tag = whole.rfind("<", 0, start)
+        if tag >= 0 and ">" not in whole[tag:start]:  # `<think>` and `<tool_call>` begin alike
+            start = tag
+        printed = whole[start:].rstrip()
+        if END_THINK not in printed and self.thinking_form(history).is_open:  # QwQ's leaves out what the policy thought
+            printed = END_THINK + printed
         ids = self._encoder.tokens(printed)
         found = self.answer(history, Rollout.from_prompt(ids, id="call")) if ids else {}
         return [each["function"] for each in found.get("tool_calls", ())] == [call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from templates import tokenizer_of
@@ -12,6 +13,7 @@ from headrace.envs import TrlEnvironment, can_resume, run_episode
 from headrace.records import FinishReason, InfraAbort
 from headrace.settings import ConfigError
 
+go_on = threading.Event()
 END, STOP = "<|im_end|>", FinishReason.STOP
 TASK = {"prompt": [{"role": "user", "content": "Count to "}], "goal": 3}
 
@@ -89,6 +91,29 @@ def test_an_instance_that_raised_is_not_used_again() -> None:
     assert isinstance(episode.outcome, InfraAbort) and "goal" in episode.outcome.reason
     play(environment, ["Done."])
     assert Counter.made == made + 1
+
+
+class Slow(Counter):
+    def add(self, number: int) -> str:
+        """Add to the count, when nobody waits for it any more.
+
+        Args:
+            number: How much to add.
+        """
+        assert go_on.wait(10)
+        return super().add(number)
+
+
+def test_an_instance_in_use_by_a_call_that_took_too_long_is_not_given_to_another_episode() -> None:
+    go_on.clear()
+    environment = TrlEnvironment(Slow, tool_timeout=0.05)
+    late, client, _ = play(environment, [call(3), "Done."])
+    (reply,) = (each["content"] for each in client.messages(late.rollouts[0]) if each["role"] == "tool")
+    assert reply == "Error: it took longer than 0.05 s"
+    made = Counter.made
+    play(environment, ["Done."])
+    assert Counter.made == made + 1
+    go_on.set()
 
 
 def test_what_is_not_such_an_environment_is_refused() -> None:

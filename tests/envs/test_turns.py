@@ -4,6 +4,7 @@ rollout's text must be the template's text of all messages; and what the policy 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
 from os.path import commonprefix
@@ -298,6 +299,19 @@ def test_calls_that_would_not_be_read_are_refused(name: str) -> None:
             ConfigError, match=r"calls are not read .*Qwen, GLM, Llama 3, Mistral, LFM2, Gemma 4; set model.chat_template"
         ):
             client.chat([{"role": "user", "content": "hi"}], tools=TOOLS)
+
+
+def test_calls_are_read_if_the_prompt_opens_the_thinking_that_the_template_leaves_out() -> None:
+    """As QwQ's does: `<think>` of the prompt and `<tool_call>` of what is printed begin alike."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2_5"))
+    before, marker, after = tokenizer.chat_template.rpartition("<|im_start|>assistant\\n")
+    before = before.replace("message.content", "message.content.split('</think>')[-1].lstrip('\\n')")
+    tokenizer.chat_template = f"{before}{marker}<think>\\n{after}"
+    client, engine = client_of(tokenizer)
+    chat = client.chat([{"role": "user", "content": "hi"}], tools=TOOLS)
+    call = '<tool_call>\n{"name": "look", "arguments": {"a": "x"}}\n</tool_call><|im_end|>'
+    engine.says = [(f"hm\n</think>\n\n{call}", FinishReason.STOP)]
+    assert [each["function"]["name"] for each in asyncio.run(chat.generate())["tool_calls"]] == ["look"]
 
 
 UNREAD = {"gptoss", "muse_glimmer", "lfm2"}

@@ -297,7 +297,7 @@ class EngineCore:
         self.scheduler.new_weights((lineage, version))
 
     def _lineage_of(self, request: Request) -> str:
-        if request.lineage is None and request.held is not None and request.held.lineage is not None:
+        if request.held is not None and request.held.lineage is not None:
             return request.held.lineage
         return self.lineage if request.lineage is None else request.lineage
 

@@ -37,18 +37,16 @@ PIECE_BYTES = 4 << 20
 def relay_places(place: Mapping[str, Plain], urls: Sequence[str], *, fan_out: int = 2) -> list[dict[str, Plain]]:
     """Return a place for each receiver, given their relay URLs. One engine of each host reads from the trainer or from another
     host, in a tree; the others of that host are a tree below it. So each host gets one copy over the network, and no node
-    serves more than `fan_out` on its own host and `fan_out` on others. A receiver without a URL is on the trainer's host.
+    serves more than `fan_out` on its own host and `fan_out` on others.
 
     >>> [p["sources"] for p in relay_places({"key": "k", "bytes": 0, "sources": ["http://t:1"]}, ["http://a:1", "http://a:2"])]
     [['http://t:1'], ['http://a:1', 'http://t:1']]
     """
-    if fan_out < 1:
-        raise ValueError(f"fan_out = {fan_out}: must be at least 1")
     origin = cast("list[Plain]", place["sources"])
     lines: dict[int, list[Plain]] = {}
     hosts: dict[str | None, list[int]] = {(home := urlsplit(str(origin[0])).hostname): []}
     for index, url in enumerate(urls):
-        hosts.setdefault(urlsplit(url).hostname if url else home, []).append(index)
+        hosts.setdefault(urlsplit(url).hostname, []).append(index)
 
     def grow(members: Sequence[int], root: list[Plain]) -> None:
         for at, index in enumerate(members):
