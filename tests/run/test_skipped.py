@@ -47,7 +47,8 @@ def losing(tmp_path):
 
     def settings(lost: set[int], *, slow: float = 0.0, **train) -> dict:
         (tmp_path / "loss.py").write_text(LOSS.format(lost=lost, switch=str(switch), slow=slow))
-        return {"train": {"loss": f"{tmp_path / 'loss.py'}:now_and_then", **train}, "held_out": None}
+        train |= {"loss": f"{tmp_path / 'loss.py'}:now_and_then", "stream_parts": 1}  # one call is one step
+        return {"train": train, "held_out": None}
 
     return settings, switch
 
