@@ -309,21 +309,38 @@ def _make_batch(
     is_last: bool,
 ) -> Batch:
     rollouts = [rollout for group in groups for rollout, _ in group]
-    lengths = np.array([len(rollout) for rollout in rollouts], dtype=np.int64)
-    mask = np.concatenate([np.zeros(0, dtype=bool), *(rollout.loss_mask for rollout in rollouts)])
+    lengths, mask = _lengths(rollouts), _mask(rollouts)
     advantages = np.concatenate([np.zeros(0, dtype=np.float32), *(values for group in groups for _, values in group)])
     step = step or StepParts(len(groups))
     step.add(_num_counted(groups, mask, recipe), num_groups=len(groups))
-    scales = _scales(lengths, mask, recipe, divisor=step.divisor).astype(np.float32)
+    weights = _spread(_scales(lengths, mask, recipe, divisor=step.divisor), lengths, mask)
+    for column in (advantages, weights):
+        column.flags.writeable = False  # else the batch would copy it
     return Batch.from_columns(
         rollouts,
         advantages=advantages,
-        weights=np.where(mask, np.repeat(scales, lengths), np.float32(0)),
+        weights=weights,
         part=step.num_made - 1,
         is_last=is_last,
         gradient_scale=step.divisor / max(step.counted, 1) if is_last else 1.0,
         **settings,
     )
+
+
+def _lengths(rollouts: Sequence[Rollout]) -> Array:
+    return np.array([rollout.token_ids.size for rollout in rollouts], dtype=np.int64)
+
+
+def _mask(rollouts: Sequence[Rollout]) -> Array:
+    """Which of all their tokens are trained."""
+    return np.concatenate([np.zeros(0, dtype=bool), *(rollout.loss_mask for rollout in rollouts)])
+
+
+def _spread(values: Array, lengths: Array, mask: Array) -> Array:
+    """[tokens] float32: each rollout's value at its trained tokens, 0 elsewhere."""
+    spread = np.repeat(values.astype(np.float32), lengths)
+    spread[~mask] = 0
+    return spread
 
 
 def _with_advantages(
@@ -346,12 +363,12 @@ def _with_advantages(
         how: dict[str, Any] = {"scale": train.scale, "discount": train.discount}
         made = [turn_advantages(group.episodes, own, **how) for group, own in zip(groups, rewards, strict=True)]
         return list(zip(_rollouts(groups), itertools.chain.from_iterable(made), strict=True))
-    values = itertools.chain.from_iterable(batch_advantages(rewards, baseline=train.advantage, scale=train.scale))
-    return [
-        (rollout, np.where(rollout.loss_mask, value, np.float32(0)))
-        for episode, value in zip(episodes, values, strict=True)
-        for rollout in episode.rollouts
-    ]
+    values = np.concatenate([np.zeros(0), *batch_advantages(rewards, baseline=train.advantage, scale=train.scale)])
+    rollouts = _rollouts(groups)
+    lengths = _lengths(rollouts)
+    of_rollouts = np.repeat(values, [len(episode.rollouts) for episode in episodes])
+    made, stops = _spread(of_rollouts, lengths, _mask(rollouts)), np.cumsum(lengths).tolist()
+    return [(each, made[stop - len(each) : stop]) for each, stop in zip(rollouts, stops, strict=True)]
 
 
 def _with_token_advantages(
