@@ -308,7 +308,7 @@ class RemoteEngine:
         if tokens.dtype != np.int32 or tokens.shape != (offsets[-1], 3):
             raise WireError(f"{self.name} reported {tokens.dtype} {tokens.shape}, not the tokens of {len(calls)} calls")
         entropies, masks = value["entropies"], value["masks"]
-        with wire_errors(f"{self.name} reported"):  # checked once, before they are kept: if it is lost, calls continue from them
+        with wire_errors(f"{self.name} reported"):  # checked once, before they are kept
             arrays = dict(zip(("token_ids", "logprobs", "versions"), unpack_tokens(tokens), strict=True))
             check_tokens(arrays, ids=[f"of call {key}" for key, *_ in calls], offsets=offsets)
         try:

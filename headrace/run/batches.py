@@ -340,9 +340,9 @@ def _spread(values: Array, lengths: Array, mask: Array) -> Array:
 def _with_advantages(
     groups: Sequence[Group], rewards: Sequence[Array], recipe: Recipe, *, kl_weight: float
 ) -> Sequence[tuple[Rollout, Array | float]]:
-    """Each rollout, with the columns its loss needs, and its advantages: [T] float32, or one number for all trained tokens. With a
-    KL in the reward, each token's own share of it counts for itself and the tokens before, or all of the episode's for each of
-    its tokens."""
+    """Each rollout, with the columns its loss needs, and its advantages: [T] float32, or one number for all it trains. With
+    a KL in the reward, each token's own share of it counts for itself and the tokens before, or all of the episode's for each
+    of its tokens."""
     train, traits = recipe.train, ADVANTAGES[recipe.train.advantage]
     episodes = [episode for group in groups for episode in group.episodes]
     if traits.made_from == TEACHER:  # log π_T − log μ: how much likelier the sampled token is under the teacher
