@@ -135,7 +135,7 @@ def grown(old: Array, new: Array) -> Array:
 def unchecked_copy(record: Record, changes: dict[str, Any]) -> Record:
     """A copy of a frozen record with some fields changed, for callers that have checked the changes already."""
     kind = type(record)
-    _, values_of, make = _fields(kind)
+    _, values_of, make = _fields(kind)  # type: ignore[arg-type]  # classes are hashable
     made = make(*values_of(record))
     for name, value in changes.items():
         setattr(made, name, value)
@@ -145,7 +145,7 @@ def unchecked_copy(record: Record, changes: dict[str, Any]) -> Record:
 
 def unchecked_many(record: type[Record], columns: Mapping[str, Sequence[Any]], *, num: int) -> list[Record]:
     """`num` records made without checks, from one column of values per field."""
-    names, _, make = _fields(record)
+    names, _, make = _fields(record)  # type: ignore[arg-type]  # classes are hashable
     assert columns.keys() == set(names) and all(len(column) == num for column in columns.values())
     made: list[Any] = list(map(make, *map(columns.__getitem__, names)))
     for each in made:
