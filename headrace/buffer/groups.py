@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
     from headrace.buffer.journal import Entry, Journal
     from headrace.buffer.segments import Place
-    from headrace.records import Episode, Rollout
+    from headrace.records import Array, Episode, Rollout
 
 
 _OBJECT_BYTES = 2048
 """Of a rollout's Python objects and its part of the episode and the task, besides its arrays."""
 _STORED_BYTES = 1024
 """What stays in memory of a group that waits on disk."""
+
+
+_NO_VERSIONS = np.zeros(0, np.int32)
 
 
 class JournalError(RuntimeError):
@@ -66,19 +69,25 @@ class Facts(NamedTuple):
     """By lineage, those that sampled its tokens."""
     num_episodes: int
     num_sampled: int
+    num_stamped: int = 0
+    """Tokens that have a version; unlike `num_sampled`, those that a fork shares with its parent count twice."""
+    version_sum: int = 0
+    """Of their versions."""
 
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> Facts:
         rewards = [reward for episode in episodes if (reward := episode.unshaped_reward) is not None]
-        versions = _versions([rollout for episode in episodes for rollout in episode.rollouts])
-        return cls(rewards, versions, len(episodes), num_sampled(episodes))
+        rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
+        stamps = [rollout.versions[call.start : call.stop] for rollout in rollouts for call in rollout.calls]
+        stamped = np.concatenate([_NO_VERSIONS, *stamps])
+        versions, total = _versions(rollouts, stamped), int(stamped.sum(dtype=np.int64))
+        return cls(rewards, versions, len(episodes), num_sampled(episodes), len(stamped), total)
 
 
-def _versions(rollouts: Sequence[Rollout]) -> dict[str, Versions]:
-    if len({rollout.lineage for rollout in rollouts}) == 1:
-        versions = np.concatenate([rollout.versions for rollout in rollouts])
-        newest = int(versions.max(initial=-1))
-        if newest >= 0 and ((versions == newest) | (versions < 0)).all():  # one version sampled all, as most often
+def _versions(rollouts: Sequence[Rollout], stamped: Array) -> dict[str, Versions]:
+    if len(stamped) and len({rollout.lineage for rollout in rollouts}) == 1:
+        newest = int(stamped.max())
+        if newest == stamped.min():  # one version sampled all, as most often
             return {rollouts[0].lineage: Versions(newest, newest, newest)}
     found: dict[str, Versions] = {}
     for rollout in rollouts:

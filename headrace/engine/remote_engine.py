@@ -114,11 +114,14 @@ class _Ended(NamedTuple):
     entropies: Array | None
 
     @property
+    def is_first(self) -> bool:
+        """The rollout's first call, with nothing but tokens."""
+        has_more = self.mask is not None or self.entropies is not None or self.end.routing is not None
+        return not has_more and is_prompt(self.request.rollout)
+
+    @property
     def is_short(self) -> bool:
-        """And has nothing but tokens."""
-        has_more = any(each is not None for each in (self.mask, self.entropies, self.end.routing))
-        rollout = self.request.rollout
-        return not has_more and is_prompt(rollout) and len(rollout) + len(self.known) <= _SHORT
+        return len(self.request.rollout) + len(self.known) <= _SHORT
 
 
 WaitingQueue = OrderedDict[PoolRequest, None]
@@ -305,7 +308,7 @@ class RemoteEngine:
         if tokens.dtype != np.int32 or tokens.shape != (offsets[-1], 3):
             raise WireError(f"{self.name} reported {tokens.dtype} {tokens.shape}, not the tokens of {len(calls)} calls")
         entropies, masks = value["entropies"], value["masks"]
-        with wire_errors(f"{self.name} reported"):  # before they are kept: if it is lost, its calls continue from them
+        with wire_errors(f"{self.name} reported"):  # checked once, before they are kept
             arrays = dict(zip(("token_ids", "logprobs", "versions"), unpack_tokens(tokens), strict=True))
             check_tokens(arrays, ids=[f"of call {key}" for key, *_ in calls], offsets=offsets)
         try:
@@ -333,45 +336,54 @@ class RemoteEngine:
         self, request: PoolRequest, new: Array, mask: SamplingMask | None, entropies: Array | None, told: list[Any]
     ) -> _Ended:
         """`new`: what the call has sampled since the last report, or all of it."""
-        with wire_errors(f"{self.name} ended {request.rollout.id!r}"):
+        with wire_errors(f"{self.name} ended a call"):
             num_before, reason, finished, routing = told
             end = CallEnd(num_before, FinishReason(reason), float(finished), routing)
-            if end.num_before not in (0, request.num_known):
-                raise WireError(f"it goes on from token {end.num_before}, but {request.num_known} were reported")
-            if not end.num_before:
-                return _Ended(request, end, new[request.num_known :], new, mask, entropies)
-            request.add(new, mask, entropies)
-            return _Ended(request, end, new, *request.reported)
+            if num_before not in (0, request.num_known):
+                problem = f"it goes on from token {num_before}, but {request.num_known} were reported"
+                raise WireError(f"{request.rollout.id!r}: {problem}")
+        if not num_before:
+            return _Ended(request, end, new[request.num_known :], new, mask, entropies)
+        request.add(new, mask, entropies)
+        return _Ended(request, end, new, *request.reported)
 
     def _end(self, ended: list[_Ended]) -> None:
         """Calls have ended. Short ones are extended together; a long one gets memory of its own, which no other keeps. One that
         is wrong stays in flight, alone."""
+        short: list[_Ended] = []
+        done: list[tuple[_Ended, Rollout]] = []
         wrong: WireError | None = None
-        short = [each for each in ended if each.is_short]
-        with wire_errors(f"{self.name} ended a call"):
-            rollouts = dict(zip([each.request for each in short], self._answered(short) if short else [], strict=True))
         for each in ended:
+            if not each.is_first:
+                try:
+                    with wire_errors(f"{self.name} ended {each.request.rollout.id!r}"):
+                        done.append((each, each.request.partial(each.known, each.mask, each.entropies, each.end)))
+                except WireError as error:
+                    wrong = wrong or error
+            elif each.is_short:
+                short.append(each)
+            else:
+                done += self._answered([each])
+        for each, rollout in done + self._answered(short):
             request = each.request
-            try:
-                with wire_errors(f"{self.name} ended {request.rollout.id!r}"):
-                    partial = functools.partial(request.partial, each.known, each.mask, each.entropies, each.end)
-                    rollout = rollouts[request] if request in rollouts else partial()
-            except WireError as error:
-                wrong = wrong or error
-                continue
             del self.requests[request.key]
-            self._pool.num_sampled[self.name] += len(rollout) - len(request.rollout)
+            self._pool.num_sampled[self.name] += len(each.known)
             if request.on_tokens is not None:
                 request.on_tokens(_increment(each.unknown, rollout.finish_reason))
             request.on_done(rollout)
         if wrong is not None:
             raise wrong
 
-    def _answered(self, ended: list[_Ended]) -> list[Rollout]:
-        requests = [each.request for each in ended]
-        return answered(
+    def _answered(self, ended: list[_Ended]) -> list[tuple[_Ended, Rollout]]:
+        """Each with its rollout, which share memory."""
+        if not ended:
+            return []
+        requests, counts = [each.request for each in ended], [len(each.known) for each in ended]
+        known = ended[0].known if len(ended) == 1 else np.concatenate([each.known for each in ended])
+        made = answered(
             [request.rollout for request in requests],
-            [unpack_tokens(each.known) for each in ended],
+            *unpack_tokens(known),
+            counts=counts,
             engine=self.name,
             policies=[request.policy for request in requests],
             lineages=[str(request.lineage) for request in requests],
@@ -380,6 +392,7 @@ class RemoteEngine:
             started=[request.started for request in requests],
             finished=[each.end.finished for each in ended],
         )
+        return list(zip(ended, made, strict=True))
 
     def _take_refused(self, value: Any) -> None:  # noqa: ANN401
         for key, kind, message in value:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.records import Array, Plain, Sampling
 
 
+_NO_CLOCK, _NOTHING = EpisodeClock(), contextlib.nullcontext()
 Appended: TypeAlias = "str | Sequence[int] | Sequence[dict[str, Any]] | Array"
 
 
@@ -223,7 +224,7 @@ class EngineClient(Client):
     """Episodes of its group; 0 in an evaluation."""
     limit: CallLimit | None = None
     """Bounds the calls in flight at the engine."""
-    clock: EpisodeClock = field(default_factory=EpisodeClock)
+    clock: EpisodeClock = _NO_CLOCK
     """It stands still while the first call waits for a place."""
     on_stuck: Callable[[str], None] = logging.getLogger("headrace").warning
     """Called if the environment does not end when it is cancelled."""
@@ -263,9 +264,10 @@ class EngineClient(Client):
             sampling = dataclasses.replace(sampling, min_tokens=min(sampling.min_tokens, most), **ends)
         told: dict[str, Any] = {} if on_tokens is None else {"on_tokens": on_tokens}
         is_first, self.has_called = not self.has_called, True
-        with self.clock.busy():
+        clock = self.clock
+        with clock.busy() if clock.is_running else _NOTHING:
             if self.limit is not None:
-                with self.clock.stopped() if is_first else contextlib.nullcontext():
+                with clock.stopped() if is_first and clock.is_running else _NOTHING:
                     await self.limit.acquire(is_first=is_first)
             try:
                 if not self.is_over:  # else it ended while this call, of a task that it left behind, waited

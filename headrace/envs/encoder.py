@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +38,7 @@ class PromptEncoder:
 
     def start(self, prompt: Plain, template_kwargs: Plain = None, tools: Sequence[Any] = ()) -> tuple[Rollout, History]:
         """A rollout of this prompt that belongs to no episode yet, and what its tokens stand for; siblings share both."""
-        variables = [template_kwargs, *tools] if template_kwargs or tools else None
-        key = prompt if isinstance(prompt, str) else json.dumps([prompt, variables] if variables else prompt)
+        key = prompt if isinstance(prompt, str) else repr((prompt, template_kwargs, *tools))  # takes a fifth of json's time
         if key not in self._cache:
             rollout = Rollout.from_prompt(self._encode(prompt, template_kwargs, tools), id="prompt")
             size = sys.getsizeof(key) + rollout.num_bytes

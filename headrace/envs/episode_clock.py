@@ -36,6 +36,10 @@ class EpisodeClock:
         finally:
             self._limit = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._limit is not None
+
     def start(self) -> None:
         """From now on: its environment starts, or starts again."""
         self._set(asyncio.get_running_loop().time() + self._timeout)

@@ -48,7 +48,7 @@ class Signal(asyncio.Event):
     def set(self) -> None:
         if not self.is_set():
             self.raised_at = time.perf_counter()
-        super().set()
+            super().set()
 
 
 class Slice(NamedTuple):

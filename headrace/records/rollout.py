@@ -248,7 +248,7 @@ class Rollout:
     def replace(self, **changes: Any) -> Rollout:  # noqa: ANN401  (one keyword per field)
         """A copy with some fields changed; checks only what the changes could break."""
         optional = {name: value for name, value in changes.items() if name in OPTIONAL_FIELDS}
-        if not changes.keys() <= optional.keys() | _NAMES:
+        if not changes.keys() <= _ALONE:
             return dataclasses.replace(self, **changes)
         return unchecked_copy(self, changes | read_fields(optional, id=self.id, length=len(self)))
 
@@ -295,7 +295,7 @@ def _joined(*arrays: Array) -> Array:
 
 
 _NO_VERSION = np.uint32(0xFFFFFFFF)
-_NAMES = {"id", "episode", "group", "index", "policy", "lineage"}
-"""Fields that need no check."""
+_ALONE = {"id", "episode", "group", "index", "policy", "lineage", *OPTIONAL_FIELDS}
+"""Fields that no other must fit; the optional ones have a check of their own."""
 _NO_TOKENS: dict[str, Any] = dict.fromkeys(TOKEN_ARRAYS, ())
 _EMPTY = Rollout(id="", episode="", group="", index=0, **_NO_TOKENS)

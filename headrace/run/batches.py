@@ -301,7 +301,7 @@ def term_metrics(groups: Sequence[Group], weights: TermWeights, recipe: Recipe, 
 
 
 def _make_batch(
-    groups: Sequence[list[tuple[Rollout, Array]]],
+    groups: Sequence[list[tuple[Rollout, Array | float]]],
     recipe: Recipe,
     settings: dict[str, Any],
     step: StepParts | None,
@@ -309,16 +309,20 @@ def _make_batch(
     is_last: bool,
 ) -> Batch:
     rollouts = [rollout for group in groups for rollout, _ in group]
-    lengths = np.array([len(rollout) for rollout in rollouts], dtype=np.int64)
+    lengths = np.array([rollout.token_ids.size for rollout in rollouts], dtype=np.int64)
     mask = np.concatenate([np.zeros(0, dtype=bool), *(rollout.loss_mask for rollout in rollouts)])
-    advantages = np.concatenate([np.zeros(0, dtype=np.float32), *(values for group in groups for _, values in group)])
+    values = [values for group in groups for _, values in group]
+    is_per_token = bool(values) and isinstance(values[0], np.ndarray)
+    advantages = np.concatenate(values) if is_per_token else _spread(np.array(values), lengths, mask)
     step = step or StepParts(len(groups))
     step.add(_num_counted(groups, mask, recipe), num_groups=len(groups))
-    scales = _scales(lengths, mask, recipe, divisor=step.divisor).astype(np.float32)
+    weights = _spread(_scales(lengths, mask, recipe, divisor=step.divisor), lengths, mask)
+    for column in (advantages, weights):
+        column.flags.writeable = False  # else the batch would copy it
     return Batch.from_columns(
         rollouts,
         advantages=advantages,
-        weights=np.where(mask, np.repeat(scales, lengths), np.float32(0)),
+        weights=weights,
         part=step.num_made - 1,
         is_last=is_last,
         gradient_scale=step.divisor / max(step.counted, 1) if is_last else 1.0,
@@ -326,11 +330,19 @@ def _make_batch(
     )
 
 
+def _spread(values: Array, lengths: Array, mask: Array) -> Array:
+    """[tokens] float32: each rollout's value at its trained tokens, 0 elsewhere."""
+    spread = np.repeat(values.astype(np.float32), lengths)
+    spread[~mask] = 0
+    return spread
+
+
 def _with_advantages(
     groups: Sequence[Group], rewards: Sequence[Array], recipe: Recipe, *, kl_weight: float
-) -> list[tuple[Rollout, Array]]:
-    """Each rollout, with the columns its loss needs, and its advantages, [T] float32. With a KL in the reward, each token's own
-    share of it counts for itself and the tokens before, or all of the episode's for each of its tokens."""
+) -> Sequence[tuple[Rollout, Array | float]]:
+    """Each rollout, with the columns its loss needs, and its advantages: [T] float32, or one number for all it trains. With
+    a KL in the reward, each token's own share of it counts for itself and the tokens before, or all of the episode's for each
+    of its tokens."""
     train, traits = recipe.train, ADVANTAGES[recipe.train.advantage]
     episodes = [episode for group in groups for episode in group.episodes]
     if traits.made_from == TEACHER:  # log π_T − log μ: how much likelier the sampled token is under the teacher
@@ -346,12 +358,8 @@ def _with_advantages(
         how: dict[str, Any] = {"scale": train.scale, "discount": train.discount}
         made = [turn_advantages(group.episodes, own, **how) for group, own in zip(groups, rewards, strict=True)]
         return list(zip(_rollouts(groups), itertools.chain.from_iterable(made), strict=True))
-    values = itertools.chain.from_iterable(batch_advantages(rewards, baseline=train.advantage, scale=train.scale))
-    return [
-        (rollout, np.where(rollout.loss_mask, value, np.float32(0)))
-        for episode, value in zip(episodes, values, strict=True)
-        for rollout in episode.rollouts
-    ]
+    values = np.concatenate([np.zeros(0), *batch_advantages(rewards, baseline=train.advantage, scale=train.scale)]).tolist()
+    return [(rollout, value) for episode, value in zip(episodes, values, strict=True) for rollout in episode.rollouts]
 
 
 def _with_token_advantages(
@@ -397,11 +405,11 @@ def _parts(episode: Episode) -> Mapping[str, float]:
     return parts
 
 
-def _masked_if_truncated(rollout: Rollout, advantages: Array) -> tuple[Rollout, Array]:
+def _masked_if_truncated(rollout: Rollout, advantages: Array | float) -> tuple[Rollout, Array | float]:
     """Nothing to train in a rollout that was cut off at its length limit."""
     if rollout.finish_reason is not FinishReason.LENGTH:
         return rollout, advantages
-    return rollout.replace(loss_mask=np.zeros_like(rollout.loss_mask)), np.zeros_like(advantages)
+    return rollout.replace(loss_mask=np.zeros_like(rollout.loss_mask)), advantages * 0
 
 
 def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
@@ -425,7 +433,7 @@ def _sampled_kl(rollout: Rollout) -> float:
     return float((rollout.logprobs - rollout.columns[REFERENCE])[rollout.loss_mask].sum(dtype=np.float64))
 
 
-def _num_counted(groups: Sequence[list[tuple[Rollout, Array]]], mask: Array, recipe: Recipe) -> int:
+def _num_counted(groups: Sequence[list[tuple[Rollout, Array | float]]], mask: Array, recipe: Recipe) -> int:
     """How many tokens, rollouts or groups share the weight of a step."""
     if recipe.train.mean_over == "token":
         return int(np.count_nonzero(mask))

@@ -59,14 +59,14 @@ class Progress:
 
     def count(self, started: StartedBatch, *, seconds: float, success_at: float) -> dict[str, Any]:
         """Add a version that took `seconds` to the totals and return its metrics."""
-        rollouts, groups = started.rollouts, started.groups
-        versions = np.concatenate([rollout.versions for rollout in rollouts])
-        lags = started.version - versions[versions >= 0]
+        groups, version = started.groups, started.version
         rewards = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
-        tokens, most = len(lags), int(lags.max(initial=0))
+        tokens = sum(group.facts.num_stamped for group in groups)
+        lag_sum = tokens * version - sum(group.facts.version_sum for group in groups)
+        most = max(0, *(version - group.span.first for group in groups if group.span is not None))
         self.seconds_rl += seconds
         self.trained_tokens += tokens
-        self.lag_sum += float(lags.sum())
+        self.lag_sum += float(lag_sum)
         self.lag_max = max(self.lag_max, most)
         self.reward_last = float(np.mean(rewards))
         self.reward_first = self.reward_last if self.reward_first is None else self.reward_first
@@ -76,7 +76,7 @@ class Progress:
             "reward": self.reward_last,
             "reward_std": float(np.std(rewards)),
             "tokens_per_second": tokens / max(seconds, 1e-9),
-            "lag_mean": float(lags.mean()) if tokens else 0.0,
+            "lag_mean": lag_sum / tokens if tokens else 0.0,
             "lag_max": most,
             "seconds": seconds,
             "tied": sum(group.is_tied for group in groups) / len(groups),

