@@ -84,7 +84,9 @@ def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_method_is_called_in_its_place(tmp_path: Path, mode: str) -> None:
     noted = Recorder()
-    result = small_run(tmp_path / "run", steps=4, orchestrate=mode, checkpoint={"every": 2}, callbacks=[noted])
+    result = small_run(
+        tmp_path / "run", steps=4, orchestrate=mode, checkpoint={"every": 2}, callbacks=[noted], train={"stream_parts": 1}
+    )
     between = [call for call in noted.calls if call[0] not in ("rollouts", "checkpoint")]
     assert between == [
         *[("start", 0), ("evaluate", 0), ("step", 1), ("step", 2), ("step", 3), ("step", 4), ("evaluate", 4), ("end", 4)]
