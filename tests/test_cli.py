@@ -173,7 +173,7 @@ def test_evaluate_prints_a_table_and_writes_every_task(capsys, tmp_path) -> None
 def test_bench_writes_the_shape_the_design_names(tmp_path) -> None:
     from headrace.bench.harness import Row, write
 
-    write("learn", [Row("a", 1.5, "s", goal="≤ 2", peers={"other": 3.0})], tmp_path / "out.json")
+    write("learn", [Row("a", 1.5, "s", goal="≤ 2", peers={"other": 3.0})], tmp_path / "out.json", commit="abc")
     content = json.loads((tmp_path / "out.json").read_text())
     assert content.keys() == {"bench", "host", "commit", "rows"}
     assert content["rows"] == [{"name": "a", "value": 1.5, "unit": "s", "goal": "≤ 2", "bound": None, "peers": {"other": 3.0}}]
