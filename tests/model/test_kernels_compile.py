@@ -76,8 +76,8 @@ def shared_memory(kernel, kinds, **constants):
     source = ASTSource(fn=kernel, signature=names, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).metadata.shared
 
-for rank in (16, 64, 128, 512):
-    for rows in (32, 256, 4096):
+for rank in (64, 128, 512):  # the largest of each size of tiles; fewer rows and smaller ranks take less
+    for rows in (256, 4096):
         sizes = _sizes(rows, 4096, rank)
         same = {"RANK": rank, "RANK_PAD": rank, "ROWS": sizes.rows, "PRECISION": "tf32"}
         matrices = dict.fromkeys(("hidden", "down_0", "down_1", "down_2", "output", "up_0", "up_1", "up_2"), "*bf16")
@@ -113,5 +113,5 @@ def compile_all(tmp_path, script: str) -> None:
     (tmp_path / "compiled.py").write_text(script)  # Triton reads the source of what it compiles
     command = [sys.executable, str(tmp_path / "compiled.py")]
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
