@@ -1,12 +1,13 @@
 """Engines in other processes, as one `Engine`.
 
-Requests wait here, and each engine pulls as many as it has room for, so that fast engines do more and none hoards. An engine's
-requests stay in its table with the tokens known so far: for streams, cancelling, checkpoints (`in_flight`) and recovery. When
-an engine is lost, its calls continue on the others from their known tokens.
+Requests wait here, and each engine pulls as many as it has room for, so that fast engines do more and none hoards; those with
+the largest share of their room left come first. An engine's requests stay in its table with the tokens known so far: for
+streams, cancelling, checkpoints (`in_flight`) and recovery. When an engine is lost, its calls continue on the others from their
+known tokens.
 
 A rollout's next turn, and a fork, go back to the engine that generated it last, which may still have its KV cache. They go to
 another if that one is lost, has yet to catch up, or has no room while another has a free slot; but with leases they wait for
-room.
+room. The siblings of a group, which begin with the same prompt, go to one engine as long as it has free slots.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from headrace.engine.request import Request
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
+_FEWEST_COMPARED = 64
+"""Of a thousand engines with room, as many as there are calls, but at least these are compared: those that got none longest."""
+_MOST_KNOWN = 1 << 17  # rollouts, and groups, of which the pool knows where they went
 _BACKLOG_SECONDS = 0.05  # after which an engine that had much to read is looked at again
 _DRAIN_SECONDS = 0.1  # after which one that leaves is looked at again
 
@@ -45,8 +50,8 @@ class EnginePool:
         self.engines: list[RemoteEngine] = []
         self._by_name: dict[str, RemoteEngine] = {}
         self._with_room: dict[RemoteEngine, None] = {}
-        """Engines that have room (`RemoteEngine.has_room`). Like the next, so that nothing is done for each engine whenever a
-        few of very many have news."""
+        """Engines that have room (`RemoteEngine.has_room`); last those that were sent something last. Like the next, so that
+        nothing is done for each engine whenever a few of very many have news."""
         self._awaited: dict[RemoteEngine, None] = {}
         """Engines that calls are bound to."""
         self.delivery = WeightDelivery(on_lost=self.lose, on_caught_up=self._on_available)
@@ -56,6 +61,8 @@ class EnginePool:
         """Calls that continued a rollout: `returned` to the engine that generated it last, or `moved` to another."""
         self.num_sampled: Counter[str] = Counter()
         """Tokens of the calls that each engine has ended, by its name."""
+        self._went: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        """The names of the engines that a rollout was sent to, by its id, and of the last one of a group; oldest first."""
         self._keys = itertools.count()
         self._available = asyncio.Event()
         self._is_paused = False
@@ -186,11 +193,20 @@ class EnginePool:
             self.send_soon()
 
     def _home(self, rollout: Rollout) -> RemoteEngine | None:
-        """The engine that generated it last, if it takes calls."""
-        if not rollout.calls:
+        """The engine that generated it last, if it takes calls; or that of its siblings, if it also has a free slot."""
+        name, is_sibling = self._last_engine(rollout), False
+        if not name:
+            (*_, name), is_sibling = self._went.get(_group(rollout), ("",)), True
+        engine = self._by_name.get(name)
+        if engine is None or not engine.is_taking or (is_sibling and engine.num_free_slots <= len(engine.bound)):
             return None
-        engine = self._by_name.get(rollout.calls[-1].engine)
-        return engine if engine is not None and engine.is_taking else None
+        return engine
+
+    def _last_engine(self, rollout: Rollout) -> str:
+        """The name of the engine that generated it last, or what it was forked from; "" if none did."""
+        if rollout.calls:
+            return rollout.calls[-1].engine
+        return self._went.get(rollout.parent[0], ("",))[-1] if rollout.parent is not None else ""
 
     def cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -225,21 +241,25 @@ class EnginePool:
                 engine.bound.clear()
             if not engine.bound:
                 del self._awaited[engine]
-        num_waiting = self.num_waiting
-        takers = [engine for engine in self._with_room if engine.takes_work] if num_waiting else []
-        for place, engine in enumerate(takers):
-            share = -(-num_waiting // (len(takers) - place))
-            requests = _take(engine.bound, most=engine.credit)
-            for queue in (self._interrupted, self._new):
-                requests += _take(queue, most=min(share, engine.credit) - len(requests))
-            if requests:
-                num_waiting -= len(requests)
-                self._send(engine, requests)
+        takers = [engine for engine in self._awaited if engine.takes_work]
         for engine in takers:
-            self._relieve_others(engine)
+            self._send(engine, _take(engine.bound, most=engine.credit))
+        if num_free := len(self._interrupted) + len(self._new):  # calls that may go to any engine
+            with_room = (engine for engine in self._with_room if engine.takes_work)
+            compared = list(itertools.islice(with_room, max(num_free, _FEWEST_COMPARED)))
+            compared.sort(key=lambda engine: engine.share_of_room, reverse=True)
+            level = _level(compared, num_free)
+            for engine in compared:
+                most = min(engine.credit, math.ceil(engine.credit - level * engine.room))
+                self._send(engine, _take_with_siblings((self._interrupted, self._new), most=most, slots=engine.num_free_slots))
+            takers += compared
+        if any(engine.bound for engine in self._awaited):
+            for engine in [engine for engine in self._with_room if engine.takes_work]:
+                self._relieve_others(engine)
         for engine in takers:
-            if not engine.has_room:
-                self._with_room.pop(engine, None)
+            self._with_room.pop(engine, None)
+            if engine.has_room and not engine.is_lost:
+                self._with_room[engine] = None
         if self.num_waiting and any(engine.has_backlog for engine in self._with_room):
             self._later = asyncio.get_running_loop().call_later(_BACKLOG_SECONDS, self.send_soon)
 
@@ -251,9 +271,16 @@ class EnginePool:
                 self._send(engine, _take(other.bound, most=engine.num_free_slots))
 
     def _send(self, engine: RemoteEngine, requests: list[PoolRequest]) -> None:
-        for calls in (request.rollout.calls for request in requests):
-            if calls:
-                self.turns["returned" if calls[-1].engine == engine.name else "moved"] += 1
+        if not requests:
+            return
+        for rollout in (request.rollout for request in requests):
+            if last := self._last_engine(rollout):
+                self.turns["returned" if last == engine.name else "moved"] += 1
+            before = self._went.pop(rollout.id, ())
+            self._went[rollout.id] = before if engine.name in before[-1:] else (*before, engine.name)
+            self._went[_group(rollout)] = (engine.name,)
+        while len(self._went) > _MOST_KNOWN:
+            self._went.popitem(last=False)
         try:
             engine.send(requests)
         except StreamClosed:
@@ -265,8 +292,13 @@ class EnginePool:
         return [request.in_flight() for request in itertools.chain(sent, *self._queues())]
 
     def release(self, rollout_ids: Sequence[str]) -> None:
-        for engine in self.engines:  # an engine that a rollout moved away from keeps it too
-            engine.release(rollout_ids)
+        everywhere, told = list(self._by_name), dict[str, list[str]]()
+        for rollout_id in rollout_ids:
+            for name in self._went.pop(rollout_id, everywhere):  # an engine that it moved away from keeps it too
+                told.setdefault(name, []).append(rollout_id)
+        for name, ids in told.items():
+            if (engine := self._by_name.get(name)) is not None:
+                engine.release(ids)
 
     # The rest of the protocol: calls to one engine or to all
 
@@ -339,6 +371,31 @@ class EnginePool:
             self._available.clear()
             await self._available.wait()
         return min(current, key=lambda engine: len(engine.requests))
+
+
+def _group(rollout: Rollout) -> str:
+    return f"group {rollout.group}"
+
+
+def _level(engines: Sequence[RemoteEngine], num_calls: int) -> float:
+    """The share of its room that each keeps if so many calls go to those with the largest share of it, who come first."""
+    credit, room, level = 0, 0, 0.0
+    for engine, following in itertools.pairwise((*engines, None)):
+        credit, room = credit + engine.credit, room + engine.room  # type: ignore[union-attr]
+        level = max(0.0, (credit - num_calls) / room)
+        if following is None or level >= following.share_of_room:
+            break
+    return level
+
+
+def _take_with_siblings(queues: Sequence[WaitingQueue], *, most: int, slots: int) -> list[PoolRequest]:
+    """The siblings of the last one come along, as long as there are free slots."""
+    requests: list[PoolRequest] = []
+    for queue in queues:
+        requests += _take(queue, most=most - len(requests))
+        while requests and queue and len(requests) < slots and next(iter(queue)).rollout.group == requests[-1].rollout.group:
+            requests += _take(queue, most=1)
+    return requests
 
 
 def _take(queue: WaitingQueue, *, most: int) -> list[PoolRequest]:

@@ -177,7 +177,7 @@ class RemoteEngine:
     def has_room(self) -> bool:
         """Whether it has pulled enough for a message: a quarter of its slots, or one call that continues its own. With less
         room it still has calls waiting for three quarters of its slots, and another one would only wait there too."""
-        num_slots = (self.credit + len(self.requests)) // 2
+        num_slots = self.room // 2
         return self.credit >= (1 if self.bound else max(1, min(num_slots // 4, _MOST_HELD_BACK)))
 
     @property
@@ -189,6 +189,15 @@ class RemoteEngine:
     def num_free_slots(self) -> int:
         """It pulls twice as many calls as it has slots."""
         return (self.credit - len(self.requests)) // 2
+
+    @property
+    def room(self) -> int:
+        """Calls it has pulled and not ended."""
+        return self.credit + len(self.requests)
+
+    @property
+    def share_of_room(self) -> float:
+        return self.credit / self.room
 
     @property
     def has_backlog(self) -> bool:

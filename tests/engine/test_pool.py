@@ -101,6 +101,44 @@ async def test_whoever_has_room_pulls_and_a_fast_engine_does_more(bench: Pooled)
     assert 0 < did["engine-0"] < did["engine-1"] / 1.5 and did.total() == 60
 
 
+async def test_each_call_goes_to_the_engine_with_the_largest_share_of_its_room_left(bench: Pooled):
+    fars = [await bench.join(slots=slots) for slots in (6, 2, 4)]
+    for far in fars:
+        slow(far, 0.02)
+    await until(lambda: [far.remote.credit for far in fars] == [12, 4, 8])
+    calls = []
+    for index in range(12):
+        call = bench.pool.generate(prompt(f"r{index}", seed=index), Sampling(max_tokens=40))
+        calls.append(asyncio.ensure_future(call))
+        await until(lambda: bench.pool.num_waiting == 0 and sum(len(far.requests) for far in fars) == len(calls))
+        if index == 5:
+            assert [len(far.requests) for far in fars] == [3, 1, 2]
+    assert [len(far.requests) for far in fars] == [6, 2, 4]
+    at_once = (bench.pool.generate(prompt(f"s{index}", seed=index), Sampling(max_tokens=40)) for index in range(12))
+    await asyncio.gather(*calls, *at_once)
+    assert Counter(far.core.num_sampled for far in fars).keys() == {12 * 40, 4 * 40, 8 * 40}
+
+
+async def test_siblings_go_to_one_engine_while_it_has_free_slots(bench: Pooled):
+    fars = [await bench.join(slots=8) for _ in range(3)]
+    for far in fars:
+        slow(far, 0.02)
+    await until(lambda: all(far.remote.credit == 16 for far in fars))
+
+    def group(name: str, count: int, *, start: int = 0) -> list[asyncio.Future[Rollout]]:
+        tokens = prompt(seed=int(name)).token_ids
+        each = [Rollout.from_prompt(tokens, id=f"{name}/{start + index}", group=name) for index in range(count)]
+        return [asyncio.ensure_future(bench.pool.generate(rollout, Sampling(max_tokens=40))) for rollout in each]
+
+    groups = [group(str(name), 4) for name in range(5)]
+    await until(lambda: sum(len(far.requests) for far in fars) == 20)
+    assert sorted(len(far.requests) for far in fars) == [4, 8, 8]
+    late = group("4", 6, start=4)
+    went = [Counter(map(engine_of, await asyncio.gather(*calls))) for calls in groups]
+    assert [list(each.values()) for each in went] == [[4]] * 5
+    assert Counter(map(engine_of, await asyncio.gather(*late)))[next(iter(went[4]))] == 4, "until its slots are full"
+
+
 async def test_an_engine_is_sent_what_it_pulled_and_no_more(bench: Pooled):
     """However calls end (finished, cancelled, refused), each gives back the one place it took."""
     far = await bench.join(slots=2)
@@ -608,6 +646,20 @@ async def test_a_next_turn_and_a_fork_go_to_the_engine_that_has_their_keys(bench
     assert sum(map(sum, rows)) == 6 * (1 + 3) + 6, "the last token, which predicts the next, and the replies"
 
 
+async def test_a_fork_at_the_first_sampled_token_goes_to_the_engine_of_its_parent(bench: Pooled):
+    """As where a template drops what was thought: no call is left in the fork."""
+    fars = [await bench.join(slots=2) for _ in range(3)]
+    await until(lambda: all(far.remote.credit == 4 for far in fars))
+    parents = await asyncio.gather(*(bench.pool.generate(prompt(f"r{i}", seed=i), Sampling(max_tokens=9)) for i in range(3)))
+    assert len(set(map(engine_of, parents))) == 3
+    for parent in parents:
+        fork = parent.forked(6, id=f"fork of {parent.id}")
+        assert not fork.calls
+        await until(lambda: all(far.remote.credit == 4 for far in fars))
+        assert engine_of(await bench.pool.generate(fork, Sampling(max_tokens=3))) == engine_of(parent)
+    assert bench.pool.turns == {"returned": 3}
+
+
 async def finished_parent(bench: Pooled) -> tuple[Rollout, Far, Far]:
     """A rollout, the engine that generated it, and another; both slow, with room for two calls each."""
     parent = await bench.pool.generate(prompt("parent"), Sampling(max_tokens=20))
@@ -794,3 +846,19 @@ async def test_an_episode_that_has_ended_is_held_by_no_engine(bench: Pooled):
     await until(lambda: sum(len(far.worker._held) for far in fars) == 1)
     assert sum(far.worker._num_held for far in fars) == done[0].num_bytes
     await until(lambda: sum(far.core.scheduler.pool.kept(name).num_tokens > 0 for far in fars for name in names) == 1)
+
+
+async def test_only_engines_that_had_a_rollout_are_told_that_it_has_ended(bench: Pooled):
+    fars, told = [await bench.join(slots=1) for _ in range(3)], Counter[str]()
+    await until(lambda: all(far.remote.credit == 2 for far in fars))
+    for far in fars:
+        far.data.notices["release"] = lambda ids, name=far.name: told.update(dict.fromkeys(ids, 1) | {name: len(ids)})
+    first = await bench.pool.generate(prompt("r"), Sampling(max_tokens=9))
+    home = next(far for far in fars if far.name == engine_of(first))
+    home.remote.is_behind = True
+    moved = await bench.pool.generate(first.append([7]), Sampling(max_tokens=9))
+    bench.pool.release(["r"])
+    await until(lambda: told["r"] == 2)
+    assert told == {"r": 2, home.name: 1, engine_of(moved): 1}
+    bench.pool.release(["of a run before"])
+    await until(lambda: told["of a run before"] == 3)
