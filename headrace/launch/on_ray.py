@@ -131,7 +131,8 @@ class RayProcesses(ClusterProcesses):
                     label, joining = await asyncio.to_thread(self._start_actor, "engine", settings.threads, "SPREAD")
                     self._extra.append(label)
                     self._spawn(self._follow("engine", label, joining.future()))
-                elif change < 0 and len(self.pool.engines) > settings.num_engines:  # else one of `count` is lost
+                elif change < 0 and self._extra and len(self.pool.engines) > settings.num_engines:
+                    # Else one of `count` is lost, or the ones past it have joined by hand.
                     self._say(f"the engines idle: one of {count} is given back")
                     await self._let_go(joined[self._extra[-1]])
 
