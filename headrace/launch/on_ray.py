@@ -24,10 +24,16 @@ from headrace.launch.scaling import Measured, wanted_change
 from headrace.settings import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
     from pathlib import Path
 
     from headrace.config import Recipe
+    from headrace.launch.hosts import Host
+    from headrace.launch.process import Place
+
+    Run = Callable[[], Future[int]]
+    """Calls an actor's `run`."""
 
 
 _WAIT_SECONDS = 1
@@ -38,7 +44,7 @@ class PlacedProcess:
     """An actor."""
 
     def run(self, role: str, url: str, token: str, threads: int, device: str, label: str) -> int:
-        """Called once, and again wherever Ray starts it after its node was lost."""
+        """Called once, again when it has left, and wherever Ray starts it after its node was lost."""
         from headrace.launch.joining import JoinOptions, join
 
         return join(JoinOptions(role=role, url=url, token=token, threads=threads, device=device, label=label))
@@ -56,8 +62,8 @@ class RayProcesses(ClusterProcesses):
         self._ray: Any = ray
         self._actors: dict[str, Any] = {}
         """By the label of what it runs."""
-        self._num_over = 0
-        """Engines whose actor has ended."""
+        self._over = set[str]()
+        """Labels of engines that are given up, or whose actor has failed."""
         self._labels = itertools.count()
         self._extra: list[str] = []
         """Labels of engines past `engine.count`."""
@@ -78,17 +84,19 @@ class RayProcesses(ClusterProcesses):
                 placed = await asyncio.wrap_future(self._thread.submit(self._place))
         finally:
             self._waits_no_more.set()
-        for role, label, joining in placed:
-            self._spawn(self._follow(role, label, joining.future()))
+        for role, label, run in placed:
+            self._spawn(self._follow(role, label, run))
         if self._trains and self._recipe.engine.max_count > self._recipe.engine.num_engines:
             self._spawn(self._scale())
 
-    async def _follow(self, role: str, label: str, joining: Future[int]) -> None:
-        """Waits for a process that Ray placed to fail or leave. Nobody then needs to wait for the trainer, or if it is the last
-        engine for the first."""
+    async def _follow(self, role: str, label: str, run: Run) -> None:
+        """Has an actor join, and join again when it has left. Waits for it to fail or to be given up. Nobody then needs to wait
+        for the trainer, or if it is the last engine for the first."""
         try:
-            status = await asyncio.wrap_future(joining)
-            why = f"it found no launcher at {self._url}" if status else "it has left"
+            while not (status := await asyncio.wrap_future(run())) and label not in {*self._extra, *self._over}:
+                if role == "engine":  # losses of the trainer are counted by `train.restarts`
+                    await asyncio.sleep(self._restarts[label].spend(RoleFailed("it has left")))
+            why = f"it found no launcher at {self._url}" if status else "it was given up"
         except Exception as error:  # noqa: BLE001  (anything, and in Ray's wrapping)
             why = str(getattr(error, "cause", None) or error)
             if label in self._actors or label not in self._extra:  # else it was withdrawn
@@ -100,10 +108,15 @@ class RayProcesses(ClusterProcesses):
         if label in self._extra:
             self._extra.remove(label)
             return self._kill(label)  # frees its place
-        self._num_over += 1
-        if self._num_over == self._recipe.engine.num_engines and not self.first_joined.done():
+        self._over.add(label)
+        if len(self._over) == self._recipe.engine.num_engines and not self.first_joined.done():
             self.first_joined.set_exception(failure)
         return None
+
+    def _do_without(self, place: Place, host: Host, error: Exception) -> None:
+        super()._do_without(place, host, error)
+        if host.offer and host.offer.label in self._actors and not host.is_gone:  # else lost with the host: another may do
+            self._over.add(host.offer.label)
 
     # More engines, and fewer
 
@@ -128,10 +141,11 @@ class RayProcesses(ClusterProcesses):
                         self._kill(pending[0])
                 elif change > 0 and count < settings.max_count:
                     self._say(f"the trainer waits for engines: asking Ray for one more ({count} + 1)")
-                    label, joining = await asyncio.to_thread(self._start_actor, "engine", settings.threads, "SPREAD")
+                    label, run = await asyncio.to_thread(self._start_actor, "engine", settings.threads, "SPREAD")
                     self._extra.append(label)
-                    self._spawn(self._follow("engine", label, joining.future()))
-                elif change < 0 and len(self.pool.engines) > settings.num_engines:  # else one of `count` is lost
+                    self._spawn(self._follow("engine", label, run))
+                elif change < 0 and self._extra and len(self.pool.engines) > settings.num_engines:
+                    # Else one of `count` is lost, or the ones past it have joined by hand.
                     self._say(f"the engines idle: one of {count} is given back")
                     await self._let_go(joined[self._extra[-1]])
 
@@ -139,20 +153,20 @@ class RayProcesses(ClusterProcesses):
         if (actor := self._actors.pop(label, None)) is not None:
             self._ray.kill(actor)
 
-    def _place(self) -> list[tuple[str, str, Any]]:
+    def _place(self) -> list[tuple[str, str, Run]]:
         """Reserve room for all ranks of the trainer, close together, and all engines, and start an actor in each place. Returns
-        of each its role and label, and what its `run` will return or raise."""
+        of each its role, label and `Run`."""
         ray, recipe = self._ray, self._recipe
         if not ray.is_initialized():
             self._is_ours = True
             ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, include_dashboard=False, namespace="headrace")
-        trainer = list[tuple[str, str, Any]]()
+        trainer = []
         if self._trains:
             trainer = self._place_role("trainer", recipe.train.parallel.ranks, recipe.train.threads, strategy="PACK")
         placed = self._place_role("engine", recipe.engine.num_engines, recipe.engine.threads, strategy="SPREAD")
         return [*trainer, *placed]
 
-    def _place_role(self, role: str, count: int, threads: int, *, strategy: str) -> list[tuple[str, str, Any]]:
+    def _place_role(self, role: str, count: int, threads: int, *, strategy: str) -> list[tuple[str, str, Run]]:
         ray, recipe = self._ray, self._recipe
         threads, num_gpus = self._needs(role, threads)
         bundle = {"CPU": threads, **({"GPU": num_gpus} if num_gpus else {})}
@@ -174,14 +188,14 @@ class RayProcesses(ClusterProcesses):
         own = engine_kind(recipe.engine).gpus_for_itself(recipe) if role == "engine" else 0
         return threads or recipe.threads or 1, max(own, 1) if on_gpu else 0
 
-    def _start_actor(self, role: str, threads: int, where: object) -> tuple[str, Any]:
-        """Returns its label, and what its `run` will return or raise. If there is no room now, Ray starts it when there is."""
+    def _start_actor(self, role: str, threads: int, where: object) -> tuple[str, Run]:
+        """Returns its label, and its `Run`. If there is no room now, Ray starts it when there is."""
         threads, num_gpus = self._needs(role, threads)
         how = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": threads, "num_gpus": num_gpus}
         label = f"{role} {next(self._labels)}"
         actor = self._actors[label] = self._ray.remote(**how)(PlacedProcess).options(scheduling_strategy=where).remote()
         device = "cuda" if num_gpus else "cpu"
-        return label, actor.run.remote(role, self._url, self._token, threads, device, label)
+        return label, lambda: actor.run.remote(role, self._url, self._token, threads, device, label).future()
 
     def _release(self) -> None:
         for actor in self._actors.values():

@@ -829,10 +829,16 @@ def test_ranks_on_several_hosts_hear_what_was_said_before_they_came(tmp_path):
     assert told == {"trainer-0": [], "trainer-1": ["before", "after"]}
 
 
-def refused(error: Exception) -> Future[int]:
-    failing: Future[int] = Future()
-    failing.set_exception(error)
-    return failing
+def runs(*ends: int | Exception) -> Callable[[], Future[int]]:
+    """Each call of an actor's `run` ends as the next of these says."""
+    left = iter(ends)
+
+    def run() -> Future[int]:
+        end, done = next(left), Future[int]()
+        done.set_exception(end) if isinstance(end, Exception) else done.set_result(end)
+        return done
+
+    return run
 
 
 def test_a_run_on_ray_does_not_wait_for_engines_that_have_failed(tmp_path, monkeypatch):
@@ -845,27 +851,65 @@ def test_a_run_on_ray_does_not_wait_for_engines_that_have_failed(tmp_path, monke
         processes._say, processes.first_joined = said.append, asyncio.get_running_loop().create_future()
         for label, error in zip(("engine 1", "engine 2"), failed, strict=True):
             assert not processes.first_joined.done()
-            await processes._follow("engine", label, refused(error))
+            await processes._follow("engine", label, runs(error))
         with pytest.raises(RoleFailed, match="no engine that Ray placed could join: no such device"):
             await asyncio.wait_for(processes._first_engine(), 5)
 
-        await processes._follow("trainer", "trainer 0", refused(failed[0]))
+        await processes._follow("trainer", "trainer 0", runs(failed[0]))
         processes._loop = asyncio.get_running_loop()
         with pytest.raises(RoleFailed, match="no trainer that Ray placed could join: another version of headrace"):
             await asyncio.wait_for(processes._place_trainers(), 5)
 
         processes._url = "tls://10.0.0.5:7070"
-        for status, why in [(0, "it has left"), (1, "it found no launcher at tls://10.0.0.5:7070")]:
-            ended: Future[int] = Future()
-            ended.set_result(status)
-            await processes._follow("trainer", "trainer 0", ended)
-            assert str(processes._no_trainer) == f"no trainer that Ray placed could join: {why}"
+        await processes._follow("trainer", "trainer 0", runs(1))
+        why = "it found no launcher at tls://10.0.0.5:7070"
+        assert str(processes._no_trainer) == f"no trainer that Ray placed could join: {why}"
 
     asyncio.run(main())
     roles = ("engine", "engine", "trainer")
     assert said == [
         f"the {role} that Ray placed has failed: {error}" for role, error in zip(roles, [*failed, failed[0]], strict=True)
     ]
+
+
+def test_what_leaves_a_run_on_ray_joins_again_within_its_restarts(tmp_path, monkeypatch):
+    """A rank is let go when its host stalls in a checkpoint; either leaves when its node is drained."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setattr(Host, "dismiss", lambda *_: None)
+    said, spent = [], "it has left\n  engine.restarts = 1 are spent"
+
+    async def main() -> None:
+        settings = {"orchestrate": "ray", "cluster.listen": "127.0.0.1:0", "engine.restarts": 1}
+        processes = RayProcesses(make_recipe(settings), tmp_path)
+        processes._say, processes._actors = said.append, {"engine 1": "an actor"}
+        processes.first_joined = asyncio.get_running_loop().create_future()
+        joined, staying = [], Future[int]()
+
+        def run() -> Future[int]:
+            joined.append(1)
+            return staying if len(joined) == 3 else runs(0)()
+
+        following = asyncio.ensure_future(processes._follow("trainer", "trainer 0", run))
+        await until(lambda: len(joined) == 3)
+        assert not following.done() and processes._no_trainer is None, "it is lost, and waited for"
+        following.cancel()
+
+        monkeypatch.setattr("headrace.launch.process._SHORTEST_PAUSE", 0.01)
+        await processes._follow("engine", "engine 0", runs(0, 0))
+        with pytest.raises(RoleFailed, match=f"no engine that Ray placed could join: {spent}"):
+            await processes.first_joined
+
+        for name, is_gone in [("engine-0", True), ("engine-1", False)]:
+            offered = HostOffer(host="far", address="10.0.0.9", label="engine 1")
+            host = Host(1, None, asyncio.get_running_loop(), offer=offered, is_gone=is_gone)
+            place = processes.place("engine", int(name[-1]), host=host)
+            place.newest = SimpleNamespace(give_up=lambda _: None)
+            processes._do_without(place, host, RoleFailed("out of memory"))
+            assert ("engine 1" in processes._over) is not is_gone, "with its host it is lost, and not given up"
+        await processes._follow("engine", "engine 1", runs(0))
+
+    asyncio.run(main())
+    assert said == [f"the engine that Ray placed has failed: {spent}"]
 
 
 def stopped(stop: StopRequest, work: Callable[[], Awaitable[object]]) -> None:
