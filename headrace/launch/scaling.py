@@ -34,7 +34,9 @@ class Measured(NamedTuple):
         return cls(time.monotonic(), version, *totals, (engine.occupied, engine.slots))
 
     def is_enough_since(self, before: Measured) -> bool:
-        return self.time - before.time >= _SECONDS and self.version - before.version >= _VERSIONS
+        """Not if the trainer was lost for most of it: engines then wait for its weights, whatever the run is bound by."""
+        seconds, trainer = self.time - before.time, sum(self.trainer.values()) - sum(before.trainer.values())
+        return seconds >= _SECONDS and self.version - before.version >= _VERSIONS and trainer >= seconds / 2
 
 
 def wanted_change(before: Measured, now: Measured, *, num_engines: int) -> int:
