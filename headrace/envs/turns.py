@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from headrace.engine import has_special_markers, read_calls
+from headrace.engine import PromptTooLong, has_special_markers, read_calls
 from headrace.records import Episode, FinishReason, Rollout, Source, check_messages
 from headrace.settings import check
 
@@ -341,7 +341,13 @@ class Conversation:
     async def generate(self) -> Message:
         """The policy's next answer. If the conversation no longer fits the context, it ends: `is_truncated`."""
         called = time.monotonic()
-        self.rollout = await self._client.generate(self.rollout)
+        try:
+            self.rollout = await self._client.generate(self.rollout)
+        except PromptTooLong:
+            if not self._left:
+                raise
+        if self._left and not self.rollout.loss_mask.any():  # a fork that was never answered, and holds nothing to train
+            self.rollout = self._client.without(self.rollout, self._left.pop())
         if self._clock_started is None:
             at_engine = sum(call.finished - call.started for call in self.rollout.calls)  # in part before a restart
             self._clock_started = max(called, time.monotonic() - at_engine)
