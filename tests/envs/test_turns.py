@@ -255,6 +255,20 @@ def test_a_text_prompt_needs_no_template() -> None:
     assert (chat.rollout.source[-3:] == Source.PROMPT).all()
 
 
+def test_a_call_that_the_policy_makes_up_without_tools_is_text() -> None:
+    """Templates such as Mistral's refuse a conversation in which no reply follows a call."""
+    tokenizer = copy.deepcopy(tokenizer_of("mistral_args"))
+    refusal = '{% if m.tool_calls and not tools %}{{ raise_exception("no reply") }}{% endif %}'
+    tokenizer.chat_template = tokenizer.chat_template.replace("</s>", f"{refusal}</s>")
+    client, engine = client_of(tokenizer)
+    chat = client.chat([{"role": "user", "content": "hi"}])
+    call = '[TOOL_CALLS]look[ARGS]{"a": "1"}'
+    assert say(client, engine, chat, f"{call}</s>") == {"role": "assistant", "content": call}
+    chat.append({"role": "user", "content": "more"})
+    assert tokenizer.decode(chat.rollout.token_ids.tolist()).endswith(f"[INST]hi[/INST]{call}</s>[INST]more[/INST]")
+    check_trained(chat.rollouts, engine)
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3", "gemma"])
 def test_an_answer_that_the_prompt_began_is_one_message(name: str) -> None:
     tokenizer = tokenizer_of(name)
