@@ -245,6 +245,7 @@ class EngineClient(Client):
         """Its environment runs the task from the start, and no attempt is counted."""
         self.clock.start()
         self.release()
+        self.has_called = False
         self.generated.clear()
         if self.leased is not None:
             self.leased.clear()
