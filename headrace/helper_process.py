@@ -27,7 +27,7 @@ def start_helper(
     `how` has more arguments of `Popen`."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
+        [sys.executable, "-P", "-u", "-m", module, *arguments],  # what it printed is in the log when it is killed
         stderr=subprocess.DEVNULL if log is None else log,
         env={**os.environ, "OMP_NUM_THREADS": f"{threads}", "MKL_NUM_THREADS": f"{threads}", "PYTHONPATH": path},
         start_new_session=True,  # Ctrl-C in the terminal must not reach it, and what it starts is killed with it

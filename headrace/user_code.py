@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from headrace.errors import NOT_THE_USERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
 T = TypeVar("T")
 log = logging.getLogger("headrace")
@@ -21,10 +21,19 @@ END_SECONDS = 10.0
 """How long a cancelled coroutine may take to end."""
 
 
-async def await_user(coroutine: Coroutine[Any, Any, T], *, name: str, on_stuck: Callable[[str], None] = log.warning) -> T:
+async def await_user(awaitable: Awaitable[T], *, name: str, on_stuck: Callable[[str], None] = log.warning) -> T:
     """Await it in a task of its own. If this is cancelled, so is the task; if that has not ended after `END_SECONDS`, because
     it catches `CancelledError` and goes on, it is left behind, and `on_stuck` is told where it stands."""
-    task = asyncio.ensure_future(coroutine)
+    exits: list[SystemExit] = []
+
+    async def ended() -> T | None:
+        try:
+            return await awaitable
+        except SystemExit as error:  # one that leaves a task ends the whole event loop
+            exits.append(error)
+            return None
+
+    task = asyncio.ensure_future(ended())
     try:
         await asyncio.wait({task})
     except asyncio.CancelledError:
@@ -38,7 +47,9 @@ async def await_user(coroutine: Coroutine[Any, Any, T], *, name: str, on_stuck: 
                 asyncio._unregister_task(task)  # otherwise `asyncio.run` waits for it when the run ends
                 on_stuck(f"{name} was cancelled and has not ended within {END_SECONDS:g} s; it is left at {_place(task)}")
         raise
-    return task.result()
+    if exits:
+        raise exits[0]
+    return cast("T", task.result())
 
 
 async def then_end_tasks(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -34,7 +34,7 @@ class AnswerStream:
         form = turns.thinking_form(history)
         self._is_separate, self._is_trimmed = form.is_separate, False
         self._read = self._thinking if form.is_open else self._start if form.is_known else self._content
-        self._calls, self._form = ToolCallReader(max_calls=1 << 30), call_form(turns.template(history))
+        self._calls, self._form = ToolCallReader(max_calls=1 << 30), call_form(turns.call_template(history))
         self._unstopped = ""  # content that could begin a stop string
         self._is_stopped = self._is_finished = False
         self._told = {REASONING: "", CONTENT: ""}

@@ -112,6 +112,11 @@ class Client(abc.ABC):
         told = list(history.messages)
         return told if len(rollout) <= history.num_tokens else [*told, self.encoder.turns.answer(history, rollout)]
 
+    def without(self, fork: Rollout, before: Rollout) -> Rollout:
+        """The rollout `before` its fork, which has no room for an answer; it ends as truncated."""
+        self._histories[before.id] = self._histories[fork.id]
+        return _truncated(before)
+
     def chat(self, prompt: Plain, *, tools: Sequence[Any] = (), template_kwargs: Plain = None) -> Conversation:
         """A conversation, which keeps the rollouts of `prompt`, `generate` and `append` together."""
         return Conversation(self, prompt, tools=tools, template_kwargs=template_kwargs)
@@ -240,6 +245,7 @@ class EngineClient(Client):
         """Its environment runs the task from the start, and no attempt is counted."""
         self.clock.start()
         self.release()
+        self.has_called = False
         self.generated.clear()
         if self.leased is not None:
             self.leased.clear()
@@ -306,7 +312,7 @@ class EngineClient(Client):
                 if not rollout.calls:
                     raise
                 await asyncio.sleep(0)  # an environment that asks again and again blocks nobody
-                return _at_context(rollout)
+                return _truncated(rollout)
         try:
             while rollout.finish_reason is FinishReason.ABORT:
                 self.partials[id] = rollout
@@ -322,13 +328,14 @@ class EngineClient(Client):
         return rollout
 
 
-def _at_context(rollout: Rollout) -> Rollout:
+def _truncated(rollout: Rollout) -> Rollout:
     """A rollout that has no room for another call ends with the last one, as truncated: what was appended is dropped."""
     *calls, last = rollout.calls
     cut = rollout.forked(last.stop, id=f"{rollout.id} cut")
     calls = [*calls, dataclasses.replace(last, finish_reason=FinishReason.LENGTH)]
     ended: dict[str, Any] = {"calls": tuple(calls), "finish_reason": FinishReason.LENGTH}
-    return cut.replace(id=rollout.id, parent=rollout.parent, **ended)
+    parent = None if rollout.parent is None else (rollout.parent[0], min(rollout.parent[1], last.stop))
+    return cut.replace(id=rollout.id, parent=parent, **ended)
 
 
 def _rollout_seed(seed: int, id: str) -> int:

@@ -39,7 +39,7 @@ def check_environment(settings: EnvironmentSettings, *, environment: object = No
     if settings.processes and is_single_turn(settings, environment=environment, tools=tools):
         raise ConfigError(f"environment.processes = {settings.processes}: single-turn needs none; set it to 0")
     if environment is None and settings.command:
-        ProgramAgent(settings.command)
+        _program(settings)
     elif environment is None and (tools or settings.tools):
         _with_tools(settings, tools)
     elif is_single_turn(settings, environment=environment, tools=tools):
@@ -72,7 +72,7 @@ def make_environment(
         with_tools = _with_tools(settings, tools)
         return HostedEnvironment(lambda: with_tools, "tools", settings.concurrency)  # each episode has its own tools
     if environment is None and settings.command:
-        program = ProgramAgent(settings.command)
+        program = _program(settings)
         return HostedEnvironment(lambda: program, settings.command[0], settings.concurrency)
     found, name = _named(settings, environment)
     if _is_made_with_options(found, environment):
@@ -85,6 +85,12 @@ def _with_tools(settings: EnvironmentSettings, tools: Sequence[Any] | None) -> E
     make = functools.partial(ToolEnvironment, list(tools or settings.tools))
     _check_options(make, settings.options, "the environment with tools")
     return _made(functools.partial(make, **settings.options), "tools")
+
+
+def _program(settings: EnvironmentSettings) -> Environment:
+    make = functools.partial(ProgramAgent, settings.command)
+    _check_options(make, settings.options, "a program")
+    return make(**settings.options)
 
 
 def _named(settings: EnvironmentSettings, environment: Any) -> tuple[Any, str]:  # noqa: ANN401  (an object or a class)

@@ -38,9 +38,10 @@ class ProgramAgent(AgentEnvironment):
     JSON on its standard input. When the episode ends, all of the group is killed. Stdout is thrown away, and of stderr only the
     end is kept."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], *, can_resume: bool = False) -> None:
+        """`can_resume`: the same answers lead it to the same calls."""
         super().__init__(shlex.join(command))
-        self._command = tuple(command)
+        self._command, self.can_resume = tuple(command), can_resume
         if shutil.which(self._command[0]) is None:
             raise ConfigError(f"environment.command = {list(command)}: there is no program {self._command[0]!r}")
 

@@ -25,7 +25,8 @@ class EnvironmentSettings:
     """A program and its arguments, started for each episode: an agent that finds the model in OPENAI_BASE_URL and
     OPENAI_API_KEY, and its task as JSON on stdin."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the class; with `tools`: max_turns, max_tokens, max_seconds, tool_timeout, max_reply, can_resume."""
+    """Arguments of the class; with `tools`: max_turns, max_tokens, max_seconds, tool_timeout, max_reply, can_resume; with
+    `command`: can_resume."""
     concurrency: int = field(default=0, metadata=ELASTIC)
     """Episodes it runs at once; 0 sets no limit but that of what is in flight."""
     processes: int = field(default=0, metadata=ELASTIC)
@@ -36,8 +37,8 @@ class EnvironmentSettings:
         check_least(0, self, "concurrency", "processes")
         if self.name and self.tools:
             raise ConfigError(f"tools = {list(self.tools)}: an environment of your own has its own; leave it out, or name")
-        if self.command and (self.name or self.tools or self.options or self.processes):
-            raise ConfigError(f"command = {list(self.command)}: leave out name, tools, options and processes, or the command")
+        if self.command and (self.name or self.tools or self.processes):
+            raise ConfigError(f"command = {list(self.command)}: leave out name, tools and processes, or the command")
 
 
 @dataclass(frozen=True, kw_only=True)

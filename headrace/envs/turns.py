@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from headrace.engine import has_special_markers, read_calls
+from headrace.engine import PromptTooLong, has_special_markers, read_calls
 from headrace.records import Episode, FinishReason, Rollout, Source, check_messages
 from headrace.settings import check
 
@@ -102,10 +102,9 @@ class Turns:
             del ids[-1]  # it ends the turn
         options = {"skip_special_tokens": self.skips_special, "clean_up_tokenization_spaces": False}
         text = str(self.tokenizer.decode(ids, **options))
-        template = None if history.is_text else self.template(history)
         message: Message = {"role": "assistant"}
-        thinking, text, is_separate = (None, text, False) if template is None else self._thinking(text, history)
-        content, calls = read_calls(text, template=template)
+        thinking, text, is_separate = (None, text, False) if history.is_text else self._thinking(text, history)
+        content, calls = read_calls(text, template=self.call_template(history))
         if is_separate:
             message["reasoning_content"] = thinking
         elif thinking is not None:
@@ -136,6 +135,11 @@ class Turns:
         ids = self._encoder.tokens(printed)
         found = self.answer(history, Rollout.from_prompt(ids, id="call")) if ids else {}
         return [each["function"] for each in found.get("tool_calls", ())] == [call]
+
+    def call_template(self, history: History) -> str | None:
+        """The template whose form of calls is read. Without tools it is "", which has none: a call that the policy makes up is
+        text, as templates refuse a conversation in which no reply follows a call. A text prompt may name tools itself."""
+        return None if history.is_text else self.template(history) if history.tools else ""
 
     def template(self, history: History) -> str:
         tools: Any = list(history.tools) or None
@@ -341,7 +345,13 @@ class Conversation:
     async def generate(self) -> Message:
         """The policy's next answer. If the conversation no longer fits the context, it ends: `is_truncated`."""
         called = time.monotonic()
-        self.rollout = await self._client.generate(self.rollout)
+        try:
+            self.rollout = await self._client.generate(self.rollout)
+        except PromptTooLong:
+            if not self._left:
+                raise
+        if self._left and not self.rollout.loss_mask.any():  # a fork that was never answered, and holds nothing to train
+            self.rollout = self._client.without(self.rollout, self._left.pop())
         if self._clock_started is None:
             at_engine = sum(call.finished - call.started for call in self.rollout.calls)  # in part before a restart
             self._clock_started = max(called, time.monotonic() - at_engine)

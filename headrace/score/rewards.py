@@ -231,21 +231,16 @@ class RewardFunction:
         tried: Any,  # noqa: ANN401
     ) -> list[Result] | Failure | TimedOut:
         """Await what `attempt` returned."""
-
-        async def result() -> object:
-            try:  # inside the task that `await_user` makes: a `SystemExit` that leaves a task ends the whole event loop
-                return await tried
-            except SystemExit as error:
-                raise self._exited(error) from error
-
         if not inspect.isawaitable(tried):
             return cast("list[Result] | Failure", tried)
         try:
             async with asyncio.timeout(deadline) as limit:
-                found = await await_user(result(), name=f"reward {self.name!r}")
+                found = await await_user(tried, name=f"reward {self.name!r}")
             return self._checked_results(found, samples)
         except RewardError:
             raise
+        except SystemExit as error:
+            raise self._exited(error) from error
         except Exception as error:  # noqa: BLE001
             is_late = isinstance(error, TimeoutError) and limit.expired()  # or it raised one of its own
             return TimedOut(TimeoutError(str(error))) if is_late else self._failed(error)

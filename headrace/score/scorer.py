@@ -16,7 +16,7 @@ from headrace.score.shaping import overlong
 from headrace.score.signature import RewardError, Sample, TrainerState, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from headrace.records import Episode, Outcome
     from headrace.score.metric_log import Sums
@@ -106,9 +106,8 @@ class RewardScorer:
         # What is computed right here is awaited here: as tasks, other roles would run within the scorer's time.
         columns = await asyncio.gather(*calls) if is_elsewhere else [await call for call in calls]
         scored = []
-        for episode, sample, *results in zip(episodes, samples, *columns, strict=True):
-            own = episode.rollouts[-1].rewards
-            outcome, parts = self._outcome(results, sample if is_training else None, own=own)
+        for episode, *results in zip(episodes, *columns, strict=True):
+            outcome, parts = self._outcome(results, episode, is_training=is_training)
             rollouts = tuple(rollout.replace(outcome=outcome, rewards=parts) for rollout in episode.rollouts)
             scored.append(episode.replace(outcome=outcome, rollouts=rollouts))
         return scored
@@ -149,11 +148,10 @@ class RewardScorer:
                 )
         return turns
 
-    def _outcome(
-        self, results: list[Result], sample: Sample | None, *, own: Mapping[str, float]
-    ) -> tuple[Outcome, dict[str, float]]:
-        """The weighted sum, and its parts by reward; a failure of any part fails the whole. `sample`: to be shaped. `own`:
-        of the environment, which count as they are."""
+    def _outcome(self, results: list[Result], episode: Episode, *, is_training: bool) -> tuple[Outcome, dict[str, float]]:
+        """The weighted sum, and its parts by reward; a failure of any part fails the whole. Rewards of the environment count as
+        they are."""
+        own = episode.rollouts[-1].rewards
         parts, total = dict(own), sum(own.values())
         if twice := own.keys() & {function.name for function, _ in self._rewards}:
             raise RewardError(
@@ -171,9 +169,15 @@ class RewardScorer:
                 total += weight * result
         self._failures_in_a_row = 0
         settings = self._settings
-        if parts and sample is not None and settings.overlong_buffer:
-            length = len(sample.completion_ids)
+        if parts and is_training and settings.overlong_buffer:
+            length = max(map(_longest_answer, episode.rollouts))
             parts[UNSHAPED] = total
             parts[OVERLONG] = overlong(length, max_length=self._max_tokens, buffer=settings.overlong_buffer)
             total += settings.overlong_penalty * parts[OVERLONG]
         return (Scored(total), parts) if parts else (Invalid("no reward applies"), {})
+
+
+def _longest_answer(rollout: Rollout) -> int:
+    """Tokens sampled in a row, which is what `sampling.max_tokens` bounds; an interrupted answer is of several calls."""
+    edges = np.flatnonzero(np.diff(rollout.is_sampled, prepend=False, append=False))
+    return int((edges[1::2] - edges[::2]).max(initial=0))

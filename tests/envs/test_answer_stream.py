@@ -6,7 +6,7 @@ import random
 
 import pytest
 from templates import tokenizer_of
-from test_turns import CHATS
+from test_turns import CHATS, TOOLS
 
 from headrace.engine import first_stop
 from headrace.envs import PromptEncoder
@@ -38,12 +38,13 @@ TEXTS = (
 )
 
 
+@pytest.mark.parametrize("has_tools", [True, False])
 @pytest.mark.parametrize("name", CHATS)
-def test_pieces_add_up(name: str) -> None:
+def test_pieces_add_up(name: str, has_tools: bool) -> None:
     encoder, chance = PromptEncoder(tokenizer_of(name)), random.Random(0)
     messages = [{"role": "user", "content": "go"}]
     prompt = encoder.encode(messages)
-    history = History.of_prompt(messages, len(prompt))
+    history = History.of_prompt(messages, len(prompt), tools=TOOLS if has_tools else ())
     ends = [[id] for id in sorted(encoder.turns.special)[:2]]
     told_early = 0
     for text in TEXTS:

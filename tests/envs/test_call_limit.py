@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
 from headrace.envs import CallLimit, EngineClient
-from headrace.records import FinishReason, Sampling
+from headrace.envs.episode_clock import EpisodeClock
+from headrace.records import FinishReason, Rollout, Sampling
 
 
 async def settle() -> None:
@@ -109,3 +111,30 @@ async def test_an_episode_that_waits_for_a_tool_holds_no_place():
     tool.set()
     await asyncio.gather(*episodes)
     assert limit.num_free == 2 and engine.most == 2
+
+
+async def test_an_episode_that_begins_again_waits_for_its_first_call_like_any_other():
+    """Behind later calls, and its clock stands still."""
+
+    class Engine:
+        def release(self, ids: list[str]) -> None: ...
+
+        async def generate(self, rollout, sampling):
+            return rollout
+
+    limit, prompt = CallLimit(1), Rollout.from_prompt([1], id="e")
+    names = {"episode": "e", "group": "e", "index": 0, "encoder": None}
+    client = EngineClient(engine=Engine(), **names, sampling=Sampling(), seed=0, limit=limit, clock=EpisodeClock(60))
+    async with client.clock.running():
+        await client.generate(prompt)
+        client.begin_again()
+        await limit.acquire(is_first=True)
+        first = asyncio.ensure_future(client.generate(prompt))
+        await settle()
+        later = asyncio.ensure_future(limit.acquire(is_first=False))
+        await settle()
+        limit.release()
+        await asyncio.wait({first, later}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        assert later.done() and not first.done() and client.clock.ends == math.inf
+        limit.release()
+        await first

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from agent_bench import END, Answering, check_exact, run
 
-from headrace.envs import ProgramAgent
+from headrace.envs import EnvironmentSettings, ProgramAgent, can_resume, check_environment, make_environment
 from headrace.records import Scored
 from headrace.settings import ConfigError
 
@@ -113,6 +113,14 @@ def test_a_program_inherits_no_token_of_ours(tmp_path: Path, monkeypatch: pytest
 def test_a_program_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"environment.command = \['no-such', 'x'\]: there is no program 'no-such'"):
         ProgramAgent(["no-such", "x"])
+
+
+def test_a_program_declares_that_it_can_resume_and_has_no_other_option() -> None:
+    command: dict[str, Any] = {"command": (sys.executable, "x")}
+    for options in ({}, {"can_resume": True}):
+        assert can_resume(make_environment(EnvironmentSettings(**command, options=options))) == bool(options)
+    with pytest.raises(ConfigError, match=r"environment.options.max_turns: is no option of a program"):
+        check_environment(EnvironmentSettings(**command, options={"max_turns": 2}))
 
 
 def test_the_public_name_is_the_function_whatever_was_imported_first() -> None:

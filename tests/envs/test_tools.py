@@ -140,14 +140,19 @@ def test_errors_go_back_to_the_policy() -> None:
         """
         raise KeyError(x) if x != "exit" else SystemExit(3)
 
+    async def exits() -> None:
+        """Exit."""
+        sys.exit(4)
+
     says = [call("broken", x="k"), call("broken", x="exit"), call("nothing"), call("add", c=1), call("add", a="x")]
-    environment = ToolEnvironment([broken, add, wait], tool_timeout=0.2, max_turns=9)
+    says += [call("exits")]
+    environment = ToolEnvironment([broken, add, wait, exits], tool_timeout=0.2, max_turns=9)
     _, _, messages = play(environment, *(text + END for text in says), call("wait", seconds=5) + END, f"ok{END}")
     found = replies(messages)
     assert found[0] == "Error: KeyError: 'k'" and found[1] == "Error: SystemExit: 3"
-    assert "there is no tool 'nothing'; there are broken, add, wait" in found[2]
+    assert "there is no tool 'nothing'; there are broken, add, wait, exits" in found[2]
     assert "unexpected keyword argument" in found[3] and "TypeError" in found[4]
-    assert found[5] == "Error: it took longer than 0.2 s"
+    assert found[5:] == ["Error: SystemExit: 4", "Error: it took longer than 0.2 s"]
 
 
 def test_numbers_that_a_model_writes_as_text_are_read() -> None:

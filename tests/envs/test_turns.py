@@ -255,6 +255,20 @@ def test_a_text_prompt_needs_no_template() -> None:
     assert (chat.rollout.source[-3:] == Source.PROMPT).all()
 
 
+def test_a_call_that_the_policy_makes_up_without_tools_is_text() -> None:
+    """Templates such as Mistral's refuse a conversation in which no reply follows a call."""
+    tokenizer = copy.deepcopy(tokenizer_of("mistral_args"))
+    refusal = '{% if m.tool_calls and not tools %}{{ raise_exception("no reply") }}{% endif %}'
+    tokenizer.chat_template = tokenizer.chat_template.replace("</s>", f"{refusal}</s>")
+    client, engine = client_of(tokenizer)
+    chat = client.chat([{"role": "user", "content": "hi"}])
+    call = '[TOOL_CALLS]look[ARGS]{"a": "1"}'
+    assert say(client, engine, chat, f"{call}</s>") == {"role": "assistant", "content": call}
+    chat.append({"role": "user", "content": "more"})
+    assert tokenizer.decode(chat.rollout.token_ids.tolist()).endswith(f"[INST]hi[/INST]{call}</s>[INST]more[/INST]")
+    check_trained(chat.rollouts, engine)
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3", "gemma"])
 def test_an_answer_that_the_prompt_began_is_one_message(name: str) -> None:
     tokenizer = tokenizer_of(name)
@@ -269,15 +283,24 @@ def test_an_answer_that_the_prompt_began_is_one_message(name: str) -> None:
     assert chat.messages == whole and len(chat.rollouts) == 1
 
 
-def test_a_conversation_that_fills_its_context_ends_with_what_was_sampled() -> None:
-    tokenizer = tokenizer_of("qwen2_5")
+THOUGHT = "<think>\nhm\n</think>\n\none"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("qwen2_5", ["one"]), ("qwen3", [THOUGHT]), ("qwen3", ["one", THOUGHT]), ("glm4moe", [THOUGHT])]
+)
+def test_a_conversation_that_fills_its_context_ends_with_what_was_sampled(name: str, says: list[str]) -> None:
+    """Also where the template then drops thinking: the fork, which has no room for an answer, is left out."""
+    tokenizer = tokenizer_of(name)
     client, engine = client_of(tokenizer, context=200)
     chat = client.chat([{"role": "user", "content": "hi"}])
-    say(client, engine, chat, "one<|im_end|>")
-    before = chat.rollout
-    chat.append({"role": "user", "content": "x" * 400})
-    asyncio.run(chat.generate())
-    assert chat.is_truncated and chat.rollout.finish_reason is FinishReason.LENGTH
+    for number, text in enumerate(says, start=1):
+        read, before = say(client, engine, chat, f"{text}<|im_end|>"), chat.rollout
+        chat.append({"role": "user", "content": "x" * (400 if number == len(says) else 1)})
+    told = chat.messages
+    assert (chat.rollout.id != before.id) == (THOUGHT in says)
+    assert asyncio.run(chat.generate()) == read and chat.messages == told
+    assert chat.is_truncated and chat.rollout.finish_reason is FinishReason.LENGTH and chat.rollouts == (chat.rollout,)
     assert chat.rollout.token_ids.tolist() == before.token_ids.tolist() and chat.rollout.id == before.id
     check_trained(chat.rollouts, engine)
     with pytest.raises(PromptTooLong):

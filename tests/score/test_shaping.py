@@ -11,7 +11,7 @@ from test_rewards import decode, make_episode, make_sample
 
 from headrace.config import make_recipe
 from headrace.launch.inputs import UserInputs, check_inputs, reward_functions
-from headrace.records import Invalid
+from headrace.records import Episode, Invalid, Rollout, Source
 from headrace.score import RewardError, RewardFunction, RewardScorer, RewardSettings
 from headrace.score.metric_log import MetricLog
 from headrace.score.shaping import cosine_length, length_penalty, overlong, repetition_penalty, think_format
@@ -51,6 +51,20 @@ def test_the_punishment_is_a_reward_of_its_own_with_its_own_weight() -> None:
 def test_it_neither_shapes_evaluations_nor_judges_what_no_reward_judges() -> None:
     assert score(0.5, overlong_buffer=2, is_training=False).reward == 1.0
     assert isinstance(score(None, overlong_buffer=2).outcome, Invalid)
+
+
+@pytest.mark.parametrize("parts", [[6], [3, 3]])
+def test_over_turns_it_punishes_the_longest_answer_and_not_what_tools_say(parts: list[int]) -> None:
+    rollout = Rollout.from_prompt([1], id="e0", group="g")
+    for size in parts:  # of more than one part, it was interrupted
+        rollout = rollout.demonstrate([5] * size, engine="x")
+    fork = rollout.forked(2, id="e0.1").append([7] * 9, source=Source.PROMPT).demonstrate([5] * 4, engine="x")
+    rollout = rollout.append([7] * 90).demonstrate([5] * 2, engine="x")
+    settings = RewardSettings(overlong_buffer=5)
+    scorer = RewardScorer([(RewardFunction(decode_length), 1.0)], decode=decode, settings=settings, max_tokens=10)
+    episode = Episode(id="e0", group="g", task={"prompt": "ask"}, rollouts=(rollout, fork))
+    (scored,) = asyncio.run(scorer.score([episode]))
+    assert [each.rewards["overlong"] for each in scored.rollouts] == [pytest.approx(-0.2)] * 2
 
 
 def test_a_function_of_its_name_is_refused() -> None:
