@@ -131,6 +131,8 @@ def test_mismatch(tmp_path) -> None:
     for kind in ("moe", "dense"):
         ratio = rows[f"{kind}, top-p 0.9: mean ratio"]
         assert abs(ratio["value"] - 1) < 0.005 and 0.85 < ratio["peers"]["no mask"] < 0.95
+        differs = next(row for name, row in rows.items() if name.startswith(f"{kind} learning: mean |Δ logprob|"))["peers"]
+        assert differs["top-p"] < 0.9 * differs["top-p, no mask"]
 
 
 @pytest.mark.long
