@@ -146,6 +146,9 @@ def test_moe(tmp_path) -> None:
 def test_lora(tmp_path) -> None:
     rows = run_bench(tmp_path, "lora")
     assert rows["bytes"]["value"] < rows["bytes"]["peers"]["base"]
+    title = "shared_memory, adapter of Qwen3-0.6B"
+    assert rows[f"{title}: bytes"]["value"] == pytest.approx(40.4e6, rel=0.01)
+    assert rows[f"{title}: publish, receipts included"]["value"] > 0
     assert 0.1 < rows["8 versions ÷ base"]["value"] < rows["one adapter ÷ base"]["value"] < 3, "with one turn they vary"
     kl = {way: rows[f"version 1, {way}: KL against the trainer"]["value"] for way in ("live", "merged in bfloat16")}
     assert kl["live"] < 1e-9 < kl["merged in bfloat16"]
