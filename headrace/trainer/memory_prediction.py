@@ -196,6 +196,13 @@ def _step_bytes(shape: ModelShape, settings: TrainSettings, trained: int, *, on_
     return _WIDE * _STEP_COPIES[settings.optimizer] * min(trained, at_once)
 
 
+def _routing_bytes(shape: ModelShape, settings: TrainSettings, *, width: int, replays: bool) -> int:
+    """Of one token's replayed routing in all layers, and of what router losses keep: logits and scores of all experts, and what
+    a loss makes of both in float32."""
+    watched = shape.experts * (width + 3 * _WIDE) if settings.router_aux or settings.router_z else 0
+    return shape.expert_layers * (watched + shape.experts_per_token * _REPLAYED * replays)
+
+
 def predict_memory(
     shape: ModelShape,
     settings: TrainSettings,
@@ -213,8 +220,7 @@ def predict_memory(
     replays: bool = False,
 ) -> TrainerMemory:
     """Predict one rank's, for passes of at most `tokens` tokens. `num_parameters`: as counted in the model's files, 0 if
-    unknown.
-    `frozen`: the numbers in each matrix that is not trained. `num_references`: frozen models of the same size.
+    unknown. `frozen`: the numbers in each matrix that is not trained. `num_references`: frozen models of the same size.
     `publishing`: bytes that the weight sync takes in the same memory. `adapter`: numbers in the adapter that alone is trained,
     if there is one, and `adapter_width`: what it computes per token and layer between its matrices.
     `quantized`: the numbers in each weight that is held in 4 bits. `replays`: whether rollouts carry their routing."""
@@ -239,9 +245,7 @@ def predict_memory(
         return tokens * sum(widths[each.of] * each.count * (_WIDE if each.is_wide else width) for each in real)
 
     saved = size(costs.saved) + tokens * adapter_width * width
-    # Router losses keep logits, these again in float32 where there is a loss, and scores.
-    routed = shape.experts * (width + 3 * _WIDE) if settings.router_aux or settings.router_z else 0
-    routed = tokens * shape.expert_layers * (routed + shape.experts_per_token * _REPLAYED * replays)
+    kept = size(OUTSIDE) + tokens * _routing_bytes(shape, settings, width=width, replays=replays)
     layer_gradients = adapter // shape.layers if adapter else shape.layer_matrices
     head_gradient = 0 if adapter else _WIDE * costs.head_gradients * shape.embedding
     # On a CPU a reference that follows the policy is copied into checkpoints; one that is mixed in is held in float32 too.
@@ -259,9 +263,7 @@ def predict_memory(
         references=references + wide,
         publishing=publishing,
         saving=0 if on_gpu else _WIDE * ((adapter or matrices // shard) + vectors) + moments + copied,
-        activations=int(
-            costs.spread * (layers * (tokens * _WIDE * shape.hidden if recomputes else saved) + size(OUTSIDE) + routed)
-        ),
+        activations=int(costs.spread * (layers * (tokens * _WIDE * shape.hidden if recomputes else saved) + kept)),
         head=int(chunk + head_gradient + _WIDE * tokens * shape.hidden) + in_head,
         layer=int((saved if recomputes else 0) + size(BACKWARD) + width * (layer_gradients + max(quantized, default=0)))
         + in_layer,
