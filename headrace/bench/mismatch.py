@@ -8,7 +8,7 @@ mask. tis then weighs the tokens, and its mean weight and the effective sample s
 
 The learning parts train smaller such models on a task: of 8 groups of tokens, to sample from them in turn. After every version
 the engine gets the weights rounded to 8 bits (float8 e4m3), a coarser difference than bfloat16; rewards are compared with
-replay and tis, with either and with none.
+replay and tis, with either and with none, and where top-p truncates the distribution with the sampling mask and without.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 LEARNED, LEARN_NEW, GROUPS, RATE, ENGINE_DIGITS = 60, 12, 8, 4e-3, torch.float8_e4m3fn
 SMALL: dict[str, Any] = {**SHAPE, "vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-WAYS: dict[str, dict[str, bool]] = {
+WAYS: dict[str, dict[str, Any]] = {
+    "top-p, no mask": {"top_p": TOP_P, "without": "neither"},
+    "top-p": {"top_p": TOP_P},
     "free": {},
     "tis": {"corrects": True},
-    "replayed": {"replays": True},
-    "replayed and tis": {"replays": True, "corrects": True},
+    "replayed": {"without": "all"},
+    "replayed and tis": {"without": "all", "corrects": True},
 }
 EXPERTS: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
@@ -100,7 +102,7 @@ def _rows(case: str, seen: Mapping[str, list[dict[str, float]]]) -> list[Row]:
 
 
 def _measure_learning(kind: str, *, quick: bool) -> Iterator[list[Row]]:
-    ways = {name: way for name, way in WAYS.items() if kind == "moe" or "replays" not in way}
+    ways = {name: way for name, way in WAYS.items() if kind == "moe" or not name.startswith("replayed")}
     runs = {
         name: [_learn(kind, seed, num_versions=3 if quick else LEARNED, **way) for seed in range(1 if quick else SEEDS)]
         for name, way in ways.items()
@@ -123,7 +125,9 @@ class _Learned(NamedTuple):
     mismatch: float
 
 
-def _learn(kind: str, seed: int, *, num_versions: int, replays: bool = False, corrects: bool = False) -> _Learned:
+def _learn(
+    kind: str, seed: int, *, num_versions: int, top_p: float = 1.0, without: str = "free", corrects: bool = False
+) -> _Learned:
     trainer = DeviceTrainer(_make_model(kind, seed, shape=SMALL), tokenizer=build_tokenizer(), settings=TrainSettings())
     engine = _make_model(kind, seed, shape=SMALL)
     core = EngineCore(engine, name="engine", slots=ROLLOUTS, context=2 + LEARN_NEW, record_routing=True)
@@ -133,11 +137,12 @@ def _learn(kind: str, seed: int, *, num_versions: int, replays: bool = False, co
             for own, trained in zip(engine.parameters(), trainer.model.parameters(), strict=True):
                 own.copy_(trained.to(ENGINE_DIGITS))
         core.changed_weights(policy="policy", lineage="life", version=version)
-        rollouts = _generate(core, count=ROLLOUTS, vocabulary=32, length=1, new=LEARN_NEW, seed=seed + (version << 8))
+        number = seed + (version << 8)
+        rollouts = _generate(core, count=ROLLOUTS, vocabulary=32, length=1, new=LEARN_NEW, seed=number, top_p=top_p)
         groups = np.stack([rollout.token_ids for rollout in rollouts]) * GROUPS // 32
         reached = ((groups[:, 1:] - groups[:, :-1]) % GROUPS == 1).mean(axis=1)
         advantages = (reached - reached.mean()) / (reached.std() + 1e-6)
-        given = rollouts if replays else [rollout.replace(expert_routing=None) for rollout in rollouts]
+        given = [rollout.replace(**dict.fromkeys(WITHOUT[without])) for rollout in rollouts]
         batch = make_batch(given, advantages=advantages, loss="reinforce")
         batch = replace(batch, corrections={"tis": {}} if corrects else {}, version=version)
         mismatches.append(trainer.forward_backward(batch)["mismatch"])

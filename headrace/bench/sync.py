@@ -28,12 +28,14 @@ from headrace.bench.child import Child
 from headrace.bench.harness import Row, run_parts
 from headrace.bench.loads import QWEN3_0_6B, SMALL, SMOLLM2_135M
 from headrace.bench.measure import seconds_of, wait
+from headrace.lora import Adapter, LoraSettings, find_targets
 from headrace.model import Arena, StagedWeights, held_tensors, served_dtype
 from headrace.sync import Lineage, TransportConfig, WeightSync, is_pushed, make_transport, shared_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import nn
     from transformers import PreTrainedModel
 
     from headrace.bench.harness import Part
@@ -105,20 +107,22 @@ def shared_memory_rows(seconds: dict[str, float], num_bytes: int, shape: str) ->
 class Paths(contextlib.ExitStack):
     """A sender and a receiving process for each transport, all with the same weights; used in a `with`."""
 
-    def __init__(self, shape: str, device: str, transports: list[str]) -> None:
+    def __init__(self, shape: str, device: str, transports: list[str], *, rank: int = 0) -> None:
+        """`rank`: of the adapter to send instead of the model; 0 for none."""
         super().__init__()
         self._device, self._transports, self._ends = device, transports, dict[str, tuple[WeightSync, Child]]()
         folder = self.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=shared_folder()))
         for name in transports:
             ends = TransportConfig(name, folder, f"bench-{name}", "127.0.0.1", secrets.token_hex(16), deadline=60.0)
-            settings = {"ends": asdict(ends), "shape": shape, "device": device, "threads": torch.get_num_threads()}
+            how = {"shape": shape, "device": device, "rank": rank}
+            settings = {"ends": asdict(ends), "model": how, "threads": torch.get_num_threads()}
             sync = WeightSync(Lineage("life"), make_transport(ends, is_sender=True, device=device))
             self.callback(sync.close)
             child = Child(name, "headrace.bench.sync:engine", settings, log=Path(folder) / f"{name}.log")
             self._ends[name] = sync, self.enter_context(child)
         for _, child in self._ends.values():  # they start in parallel
             child.hear()
-        self._arena = Arena.adopt(make_model(shape, device))  # as a trainer's
+        self._arena = Arena.adopt(make_model(shape, device, rank))  # as a trainer's
         self._other = self._arena.like()
         self.num_bytes = self._arena.num_bytes
 
@@ -179,11 +183,15 @@ class Paths(contextlib.ExitStack):
             self._other.views[name].copy_(view.cpu())
 
 
-def make_model(shape: str, device: str) -> PreTrainedModel:
-    """Random weights in the dtypes of a bfloat16 engine; all processes have the same tensors, not the same values."""
+def make_model(shape: str, device: str, rank: int = 0) -> nn.Module:
+    """Random weights in the dtypes of a bfloat16 engine, or an adapter of this rank for them; all processes have the same
+    tensors, not the same values."""
     config = transformers.AutoConfig.for_model(**SHAPES[shape])
-    with torch.device(device):
+    with torch.device("meta" if rank else device):
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if rank:
+        lora = LoraSettings(rank=rank)
+        return Adapter(find_targets(model, lora), lora).to(device)
     for name, tensor in held_tensors(model):
         tensor.data = tensor.data.to(served_dtype(model, name, tensor, torch.bfloat16))
     model.eval()
@@ -206,9 +214,10 @@ def engine(given: dict[str, Any], orders: Iterator[WeightUpdate | int | None]) -
     """Runs in a child process: holds weights as an engine does and loads each update. None requests a copy of as many bytes; a
     number, that it receives as many from this port. Answers seconds."""
     torch.set_num_threads(given["threads"])
-    transport = make_transport(TransportConfig(**given["ends"]), is_sender=False, device=given["device"])
+    device = given["model"]["device"]
+    transport = make_transport(TransportConfig(**given["ends"]), is_sender=False, device=device)
     sync = WeightSync(Lineage("life"), transport, name=_NAME)
-    spare = StagedWeights(make_model(given["shape"], given["device"]))
+    spare = StagedWeights(make_model(**given["model"]))
     other = spare.arena.like()
     yield {}
     for order in orders:
@@ -218,7 +227,7 @@ def engine(given: dict[str, Any], orders: Iterator[WeightUpdate | int | None]) -
             _receive_all(order, spare.arena.num_bytes)
             yield {}
         else:
-            yield _load(sync, spare, order, given["device"])
+            yield _load(sync, spare, order, device)
     sync.close()
 
 

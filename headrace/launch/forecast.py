@@ -190,6 +190,7 @@ def _trainer_memory(
         adapter=sum(map(math.prod, adapter.values())),
         adapter_width=recipe.lora.rank * num_pairs // shape.layers,
         quantized=quantized_sizes(recipe.model, recipe.lora) if recipe.lora.is_quantized else (),
+        replays=recipe.engine.record_routing,
     )
 
 

@@ -160,6 +160,8 @@ class Routers:
             if self._watched is not None:
                 logits, shares = router.headrace_watched
                 self._watched[index] = Watched(logits, shares, router.headrace_chosen)
+                if logits.requires_grad:  # the layer was recomputed by then; what the router left again would hold all of it
+                    logits.register_hook(lambda _, router=router: setattr(router, "headrace_watched", None))
 
 
 class _Followed:

@@ -20,7 +20,8 @@ bfloat16 a norm's output is cast once for each matmul that reads it.
 
 The peak is that sum at the end of the forward pass, plus the larger of the head's workspace (a chunk of logits, its gradient,
 the gradient of the head's weight) and a layer's backward pass (its temporaries, and its gradients before they are
-accumulated). With recomputation a layer saves only its input, and its activations count for its backward pass.
+accumulated). With recomputation a layer saves only its input, and its activations count for its backward pass. Routing that is
+replayed, and router logits and scores for their losses, stay on the device for all layers of a pass.
 
 With `train.parallel.shard` = S, each rank has 1/S of all that is always allocated; an adapter and its optimizer state are whole
 on every rank. During a pass the embedding is whole, and so is its gradient in float32; in the head the same of its weight, and
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _WIDE = 4
 _STEP_COPIES = {"adamw": 0, "adamw_8bit": 6, "muon": 9}  # float32 temporaries for each number that is being updated
+_REPLAYED = 2 + 8  # bytes of a replayed choice: int16 as recorded, int64 as the router takes it
 _LAYERS_ON_DEVICE = 2  # layers whose activations are on the device while the others' are offloaded
 
 
@@ -194,6 +196,13 @@ def _step_bytes(shape: ModelShape, settings: TrainSettings, trained: int, *, on_
     return _WIDE * _STEP_COPIES[settings.optimizer] * min(trained, at_once)
 
 
+def _routing_bytes(shape: ModelShape, settings: TrainSettings, *, width: int, replays: bool) -> int:
+    """Of one token's replayed routing in all layers, and of what router losses keep: logits and scores of all experts, and what
+    a loss makes of both in float32."""
+    watched = shape.experts * (width + 3 * _WIDE) if settings.router_aux or settings.router_z else 0
+    return shape.expert_layers * (watched + shape.experts_per_token * _REPLAYED * replays)
+
+
 def predict_memory(
     shape: ModelShape,
     settings: TrainSettings,
@@ -208,13 +217,13 @@ def predict_memory(
     adapter: int = 0,
     adapter_width: int = 0,
     quantized: Sequence[int] = (),
+    replays: bool = False,
 ) -> TrainerMemory:
     """Predict one rank's, for passes of at most `tokens` tokens. `num_parameters`: as counted in the model's files, 0 if
-    unknown.
-    `frozen`: the numbers in each matrix that is not trained. `num_references`: frozen models of the same size.
+    unknown. `frozen`: the numbers in each matrix that is not trained. `num_references`: frozen models of the same size.
     `publishing`: bytes that the weight sync takes in the same memory. `adapter`: numbers in the adapter that alone is trained,
     if there is one, and `adapter_width`: what it computes per token and layer between its matrices.
-    `quantized`: the numbers in each weight that is held in 4 bits."""
+    `quantized`: the numbers in each weight that is held in 4 bits. `replays`: whether rollouts carry their routing."""
     costs = COMPILED if on_gpu else EAGER
     width = bytes_per_number(dtype)
     vectors = shape.vectors
@@ -236,6 +245,7 @@ def predict_memory(
         return tokens * sum(widths[each.of] * each.count * (_WIDE if each.is_wide else width) for each in real)
 
     saved = size(costs.saved) + tokens * adapter_width * width
+    kept = size(OUTSIDE) + tokens * _routing_bytes(shape, settings, width=width, replays=replays)
     layer_gradients = adapter // shape.layers if adapter else shape.layer_matrices
     head_gradient = 0 if adapter else _WIDE * costs.head_gradients * shape.embedding
     # On a CPU a reference that follows the policy is copied into checkpoints; one that is mixed in is held in float32 too.
@@ -253,7 +263,7 @@ def predict_memory(
         references=references + wide,
         publishing=publishing,
         saving=0 if on_gpu else _WIDE * ((adapter or matrices // shard) + vectors) + moments + copied,
-        activations=int(costs.spread * (layers * (tokens * _WIDE * shape.hidden if recomputes else saved) + size(OUTSIDE))),
+        activations=int(costs.spread * (layers * (tokens * _WIDE * shape.hidden if recomputes else saved) + kept)),
         head=int(chunk + head_gradient + _WIDE * tokens * shape.hidden) + in_head,
         layer=int((saved if recomputes else 0) + size(BACKWARD) + width * (layer_gradients + max(quantized, default=0)))
         + in_layer,

@@ -131,6 +131,8 @@ def test_mismatch(tmp_path) -> None:
     for kind in ("moe", "dense"):
         ratio = rows[f"{kind}, top-p 0.9: mean ratio"]
         assert abs(ratio["value"] - 1) < 0.005 and 0.85 < ratio["peers"]["no mask"] < 0.95
+        differs = next(row for name, row in rows.items() if name.startswith(f"{kind} learning: mean |Δ logprob|"))["peers"]
+        assert differs["top-p"] < 0.9 * differs["top-p, no mask"]
 
 
 @pytest.mark.long
@@ -144,6 +146,9 @@ def test_moe(tmp_path) -> None:
 def test_lora(tmp_path) -> None:
     rows = run_bench(tmp_path, "lora")
     assert rows["bytes"]["value"] < rows["bytes"]["peers"]["base"]
+    title = "shared_memory, adapter of Qwen3-0.6B"
+    assert rows[f"{title}: bytes"]["value"] == pytest.approx(40.4e6, rel=0.01)
+    assert rows[f"{title}: publish, receipts included"]["value"] > 0
     assert 0.1 < rows["8 versions ÷ base"]["value"] < rows["one adapter ÷ base"]["value"] < 3, "with one turn they vary"
     kl = {way: rows[f"version 1, {way}: KL against the trainer"]["value"] for way in ("live", "merged in bfloat16")}
     assert kl["live"] < 1e-9 < kl["merged in bfloat16"]

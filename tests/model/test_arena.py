@@ -523,10 +523,10 @@ def test_any_one_bit_changes_a_checksum(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_parts_exchanged_change_a_checksum(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Parts of one word, and of as many words as are summed at once, half of them and twice as many."""
-    monkeypatch.setattr("headrace.model.weights._WORDS_ON_CPU", 4)
-    parts = torch.arange(1, 33).split(size)
-    before = checksum(torch.cat(parts))
-    assert before == sum(word * (2 * place + 1) for place, word in enumerate(range(1, 33)))
+    monkeypatch.setattr("headrace.model.weights._WORDS", 4)
+    words = torch.arange(1, 33) * -(3**39)  # products far beyond 64 bits
+    parts, before = words.split(size), checksum(words)
+    assert before == sum(word * (2 * place + 1) for place, word in enumerate(words.tolist())) % 2**64
     for first, second in itertools.combinations(range(len(parts)), 2):
         swapped = list(parts)
         swapped[first], swapped[second] = parts[second], parts[first]

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import families
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from headrace.model.arena import Arena
 from headrace.model.attention import PackedContext
 from headrace.model.load import hidden_states, prepare
 from headrace.model.shape import ModelShape
+from headrace.model.tiny import build_tokenizer
 from headrace.observe.process_memory import peak_memory
 from headrace.trainer import DeviceTrainer, TrainSettings
 from headrace.trainer.memory_prediction import (
@@ -228,6 +230,28 @@ def test_recorded_routing_is_part_of_the_cache() -> None:
     assert predict(recorded) - predict(settings) == 10 * 16 * 3 * 4 * 2, "two bytes for numbers up to 299"
     narrow = dataclasses.replace(shape, experts=128)
     assert narrow.routing_bytes == 3 * 4
+
+
+@pytest.mark.parametrize("recompute", ["none", "layers"])
+def test_replayed_routing_and_the_losses_of_routers_are_kept_for_all_layers(recompute: str) -> None:
+    """What they add to a pass, against the storages that are alive during it; with recomputation they add no more."""
+    many = {"num_experts": 64, "num_local_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 4}
+    chosen = np.random.default_rng(0).random((512, 4, 64)).argsort(axis=-1)[:, :, :8].astype(np.uint8)
+    rollout = _rollout([([8] * 16, False), ([9] * 496, True)], name="r", group="r")
+    found = []
+    for replays, settings in (
+        (False, TrainSettings(recompute=recompute)),
+        (True, TrainSettings(recompute=recompute, router_z=0.01)),
+    ):
+        model = prepare(families.make("qwen3_moe", **many), name="experts")
+        trainer = DeviceTrainer(model, tokenizer=build_tokenizer(), settings=settings)
+        batch = supervised_batch([rollout.replace(expert_routing=chosen if replays else None)])
+        with LiveStorages() as alive:
+            trainer.forward_backward(batch)
+        shape, given = ModelShape.of(model.config), {"dtype": "float32", "tokens": 512, "on_gpu": False}
+        found.append((alive.peak, predict_memory(shape, settings, **given, replays=replays).activations))
+    (plain, less), (peak, more) = found
+    assert peak - plain == pytest.approx(more - less, rel=0.12)
 
 
 def test_the_peak_is_of_this_process_and_not_of_what_started_it() -> None:
