@@ -315,6 +315,10 @@ def _check_inputs(recipe: Recipe) -> None:
             from headrace.launch import describe_adapter
 
             print(describe_adapter(recipe))
+        if recipe.engine.vllm.shards > 1:
+            from headrace.launch import check_division
+
+            check_division(recipe)
         if train.parallel.is_on:
             from headrace.launch import describe_memory
 

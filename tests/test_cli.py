@@ -16,6 +16,7 @@ from headrace.config import Recipe
 from headrace.score import RewardError
 from headrace.settings import describe
 
+THREE_GPUS = ("--engine.kind=vllm", "--engine.vllm.arguments.tensor_parallel_size=3")
 GOLDEN = Path(__file__).parent / "golden" / "cli.txt"
 
 
@@ -72,6 +73,10 @@ def test_a_dry_run_prints_how_sizes_follow_and_starts_nothing(capsys, tmp_path, 
         (
             ("train", "recipes/quickstart.toml", "--dry-run", "--train.advantage=gae"),
             "no values; set train.loss = 'ppo'",
+        ),
+        (
+            ("train", "recipes/quickstart.toml", "--dry-run", *THREE_GPUS),
+            "tensor_parallel_size = 3: vLLM cannot divide a vocabulary of 128 (padded) evenly; set it to 1",
         ),
         (("train", "recipes/quickstart.toml", "--dry-run", "--train.constants.clip=1"), "takes no 'clip'; it takes: clip_low"),
         (("train", "recipes/quickstart.toml", "--dry-run", "--train.loss=absent.py:loss"), "absent.py: no such file"),

@@ -613,8 +613,6 @@ def test_the_derivation_counts() -> None:
     ]
     with pytest.raises(ConfigError, match="DPO learns from pairs"):
         make_recipe({"algorithm": "dpo"})
-    with pytest.raises(ConfigError, match=r"'sample': must be one of 'group', 'episode'; all rollouts of an episode"):
-        make_recipe({"buffer.unit": "sample"})
     ungated = "\n".join(make_recipe({"staleness": {"gate": "none", "reject": "never"}}).derivation())
     assert "gate       none" in ungated and "stream: 8 GB wait at most" in ungated
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from headrace.config import Recipe, make_recipe, parse_recipe
-from headrace.engine import VllmSettings
+from headrace.engine import VllmSettings, engine_kind
 from headrace.engine.kind import EnginePlace
 from headrace.engine.vllm.kind import choose_handover, gpu_share, gpus_of, visible_to
 from headrace.engine.vllm.open import server_arguments
 from headrace.launch.build import check_engine, check_sync, preflight
 from headrace.launch.inputs import UserInputs
 from headrace.launch.placement import choose_device, choose_transport, receiving_device, threads_of
+from headrace.model import ModelShape
 from headrace.settings import ConfigError, describe, flatten, parse_override, to_dict, to_toml
 
 TEXT = """\
@@ -319,6 +321,25 @@ def test_servers_divide_a_gpu_and_leave_room_for_the_weights_held_there(monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     held = {"held": 10 << 30, "total": 100 << 30}  # and a process's own gigabyte
     assert [gpu_share(vllm(count=count), index, **held) for index in range(count)] == shares
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes", "refused"),
+    [
+        (8, {}, ""),
+        (3, {}, r"divide 32 attention heads and 8 KV heads and a vocabulary of 151936 \(padded\) and .* evenly; set it to 2"),
+        (16, {}, ""),  # each KV head on two GPUs
+        (6, {"heads": 12, "kv_heads": 4, "vocabulary": 190, "intermediate": 12}, "divide 4 KV heads evenly; set it to 4"),
+        (3, {"heads": 12, "kv_heads": 3, "vocabulary": 190}, "an MLP of width 4096 evenly; set it to 1"),
+        (3, {"heads": 12, "kv_heads": 3, "vocabulary": 190, "experts": 4}, ""),
+    ],
+)
+def test_a_model_that_vllm_cannot_divide_is_refused(count, sizes, refused) -> None:
+    widths = {"heads": 32, "kv_heads": 8, "vocabulary": 151936, "intermediate": 4096, **sizes}
+    shape = ModelShape(hidden=64, layers=2, key_dim=8, value_dim=8, is_tied=True, **widths)
+    recipe = vllm(vllm__arguments={"tensor_parallel_size": count})
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        engine_kind(recipe.engine).check_model(recipe, shape)
 
 
 @pytest.mark.parametrize("arguments", [{"tensor_parallel": 2}, {"tensor_parallel_size": "two"}, {"data_parallel_size": True}])

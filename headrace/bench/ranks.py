@@ -7,7 +7,7 @@ for two ranks. FSDP2 takes turns with ours: the same model and passes, in its ow
 
 A rank's memory is the peak of its process within a step, less its size before it had the model. The C library keeps freed
 blocks of up to 32 MB for later, in which a layer of this model would fit: here it gives back all above 1 MB, as it does with
-the layers of large models.
+the layers of large models. Where there is a GPU, all ranks share it, and their memory is what torch allocates there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.bench.child import Child, PeerFailed
-from headrace.bench.harness import Row, run_parts, take_turns
+from headrace.bench.harness import Row, default_device, run_parts, take_turns
 from headrace.bench.loads import MEDIUM, SMALL, lognormal_lengths, make_rollouts, model_shape, write_random_model
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def memory(*, quick: bool) -> Iterator[list[Row]]:
         for dtype in ("float32",) if quick else ("float32", "bfloat16"):
             for count in (1, 2) if quick else (1, 2, 4):
                 settings = {"model": path, "small": small, "lengths": _WEIGHED_LENGTHS, "budget": max(_WEIGHED_LENGTHS)}
+                settings["device"] = default_device()
                 with ExitStack() as stack:
                     layouts = [{"shard": count, "rank": rank, "dtype": dtype} for rank in range(count)]
                     children = _start(stack, f"{dtype}-{count}", "weigh", layouts, folder=folder, **settings)
@@ -97,7 +98,7 @@ def memory(*, quick: bool) -> Iterator[list[Row]]:
                     TrainSettings(parallel=ParallelSettings(shard=count)),
                     dtype=dtype,
                     tokens=max(_WEIGHED_LENGTHS),
-                    on_gpu=False,
+                    on_gpu=settings["device"] == "cuda",
                     num_parameters=num_parameters,
                 )
                 predicted = found.total - found.process - found.saving  # no checkpoint is written meanwhile
@@ -194,7 +195,11 @@ def _join(settings: Mapping[str, Any]) -> Ranks | None:
     parallel = ParallelSettings(replicate=settings.get("replicate", 1), shard=settings.get("shard", 1))
     if not parallel.is_on:
         return None
-    return Ranks.join(parallel, rank=settings["rank"], address=f"file://{settings['meeting']}", timeout=_SECONDS)
+    device, rank = settings.get("device", "cpu"), settings["rank"]
+    if device == "cuda":  # NCCL lets only ranks of different hosts share a GPU
+        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
+        os.environ.update({f"NCCL_{way}_DISABLE": "1" for way in ("P2P", "SHM", "IB")})
+    return Ranks.join(parallel, rank=rank, address=f"file://{settings['meeting']}", device=device, timeout=_SECONDS)
 
 
 def _make_work(settings: Mapping[str, Any], path: str, ranks: Ranks | None) -> tuple[DeviceTrainer, Batch]:
@@ -205,7 +210,8 @@ def _make_work(settings: Mapping[str, Any], path: str, ranks: Ranks | None) -> t
     from headrace.model import load_model, load_tokenizer
     from headrace.trainer import DeviceTrainer, TrainSettings
 
-    model = load_model(path, in_parts=ranks is not None and ranks.shard > 1)
+    device = settings.get("device", "cpu") if ranks is None else "cpu"  # a rank's part is moved to its own
+    model = load_model(path, device=device, in_parts=ranks is not None and ranks.shard > 1)
     trainer = DeviceTrainer(
         model,
         tokenizer=load_tokenizer(path),
@@ -237,17 +243,23 @@ def weigh(settings: dict[str, Any], orders: Iterator[Any]) -> Iterator[dict[str,
 
     _compute_alone(settings)
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
-    ranks = _join(settings)
+    ranks, device = _join(settings), torch.device(settings["device"])
+    is_on_gpu = device.type == "cuda"
 
     def peak_of_step(path: str) -> int:
         trainer, batch = _make_work(settings, path, ranks)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        trainer.forward_backward(batch)
-        trainer.optim_step(1e-6)
-        return peak_memory(torch.device("cpu"))
+        for _ in range(2 if is_on_gpu else 1):  # the second compiles nothing
+            if is_on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            else:
+                Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            trainer.forward_backward(batch)
+            trainer.optim_step(1e-6)
+        return peak_memory(device)
 
     peak_of_step(settings["small"])  # so that nothing is left to be imported
-    before = 1024 * int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
+    resident = 1024 * int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
+    before = torch.cuda.memory_allocated() if is_on_gpu else resident
     yield {"bytes": peak_of_step(settings["model"]) - before}
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.buffer.segments import Head, Segments
-from headrace.records import WireError
+from headrace.errors import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -97,14 +97,13 @@ class Journal(Segments):
 
     def _append(self, queue: Sequence[Entry]) -> list[_Written]:
         written: list[_Written] = []
-        for block in _blocks(queue):
-            heads = [Head(entry.group.number, entry.task, entry.group.versions) for entry in block]
-            try:
+        try:
+            for block in _blocks(queue):
+                heads = [Head(entry.group.number, entry.task, entry.group.versions) for entry in block]
                 places = self.append(heads, [entry.episodes for entry in block])
-            except (OSError, WireError) as error:  # a full disk, or what an environment put into an episode and cannot travel
-                written += [(each.group.number, error) for each in queue[len(written) :]]
-                break
-            written += [(head.number, None if places is None else places[at]) for at, head in enumerate(heads)]
+                written += [(head.number, None if places is None else places[at]) for at, head in enumerate(heads)]
+        except Exception as error:  # noqa: BLE001  (a full disk, what cannot travel, a bug of ours: no run ends for its journal)
+            written += [(each.group.number, error) for each in queue[len(written) :]]
         return written
 
     def _finish(self, written: list[_Written]) -> None:
@@ -128,7 +127,8 @@ class Journal(Segments):
         if not self._is_broken:
             self._is_broken = True
             self._say(
-                f"journal    cannot be written: {error}. The run goes on without it, and loses nothing unless it is killed"
+                f"journal    cannot be written: {in_words(error)}. The run goes on without it, and loses nothing unless it is "
+                "killed"
             )
 
     def _note_full(self, is_full: bool) -> None:

@@ -91,8 +91,8 @@ def check_buffer(recipe: Recipe) -> None:
             "normalize_each_reward = true" if recipe.train.normalize_each_reward else f"advantage = '{recipe.train.advantage}'"
         )
         raise ConfigError(
-            f"buffer.unit = 'episode': train.{what} compares siblings, which then are trained apart; set unit = 'group', or an "
-            f"advantage that compares none, such as 'global'"
+            f"buffer.unit = '{settings.unit}': train.{what} compares siblings, which then are trained apart; set unit = "
+            f"'group', or an advantage that compares none, such as 'global'"
         )
     if policy.overwrites and settings.order != "completion":
         raise ConfigError(

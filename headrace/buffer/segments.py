@@ -89,34 +89,37 @@ class Segments:
         frame = encode({"entries": entries, "episodes": packed})
         if self.num_bytes + len(frame) > self._max_bytes:
             return None
-        segment, file = self._opened(len(frame))
-        block = Block(segment, self._sizes[segment], len(frame))
+        segment = self._pinned(len(frame), len(members))
         try:
+            file = self._opened(segment)
             file.write(frame)
             file.flush()
-        except OSError:
+        except BaseException:
             self._file = None
             self.mark()  # what is half written is the end of its segment: nothing is written behind it
+            with self._lock:
+                self._pins[segment] -= len(members)
             raise
-        places = _places(block, list(map(len, members)))
-        for place in places:
-            self.pin(place)
+        block = Block(segment, self._sizes[segment], len(frame))
         self._count(segment, len(frame))
-        return places
+        return _places(block, list(map(len, members)))
 
-    def _opened(self, num_bytes: int) -> tuple[int, IO[bytes]]:
-        """The segment that takes the next bytes."""
-        size = self._sizes.get(self._current, 0)
-        if size and size + num_bytes > self._max_bytes // _SHARES:
-            self.mark()
+    def _pinned(self, num_bytes: int, count: int) -> int:
+        """The segment that takes the next bytes, pinned so often: a checkpoint may end before they are written."""
         with self._lock:
-            segment = self._current
+            size = self._sizes.setdefault(self._current, 0)
+            if size and size + num_bytes > self._max_bytes // _SHARES:
+                self._current += 1
+                self._sizes[self._current] = 0
+            self._pins[self._current] += count
+            return self._current
+
+    def _opened(self, segment: int) -> IO[bytes]:
         if self._file is None or self._open_segment != segment:
             self.close()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file, self._open_segment = self._path(segment).open("ab"), segment
-            self._count(segment, 0)
-        return segment, self._file
+        return self._file
 
     def _count(self, segment: int, num_bytes: int) -> None:
         with self._lock:
@@ -134,7 +137,7 @@ class Segments:
         if self._file is not None:
             self._file.close()
             self._file = None
-            if self._path(self._open_segment).exists():
+            with contextlib.suppress(FileNotFoundError):  # a checkpoint may have deleted it
                 sync(self._path(self._open_segment))
 
     # Reading

@@ -38,9 +38,9 @@ class BufferSettings:
     are complete, need not wait for it."""
     window: float = 0.0
     """W as a share of the groups that the gate lets be submitted and untrained; W is at least 1, which is `submission`."""
-    unit: Literal["group", "episode"] = "group"
+    unit: Literal["group", "episode", "sample"] = "group"
     """`episode`: each episode enters the buffer as soon as it is scored, without its siblings; for advantages that do not
-    compare them."""
+    compare them. `sample`: the same, where an episode is one rollout."""
 
     def __post_init__(self) -> None:
         check(0 < self.max_gb < math.inf, "max_gb", self.max_gb, "a number above 0")
@@ -50,7 +50,7 @@ class BufferSettings:
     @property
     def is_by_episode(self) -> bool:
         """Whether siblings enter the buffer one by one."""
-        return self.unit == "episode"
+        return self.unit != "group"
 
     def window_of(self, slots: int) -> int:
         """W: how many of the oldest groups in `slots` may overtake each other."""

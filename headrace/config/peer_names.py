@@ -26,8 +26,6 @@ def peers() -> dict[str, dict[str, str]]:
 
 USUAL = {
     "algorithm = dpo": "DPO learns from pairs without sampling, and is not offered; SFT is ([sft])",
-    "buffer.unit = sample": "all rollouts of an episode are scored at once, when it ends, so none could enter sooner; "
-    "'episode' is by sample wherever an episode is one rollout",
     "clip_high": "train.constants.clip_high",
     "clip_low": "train.constants.clip_low",
     "dynamic_sampling": "filter.max_tied",

@@ -105,6 +105,9 @@ class EngineKind:
     def check_machine(self, recipe: Recipe, *, device: str) -> None:
         """Raise `ConfigError` if this machine lacks what the engine needs."""
 
+    def check_model(self, recipe: Recipe, shape: ModelShape) -> None:
+        """Raise `ConfigError` for a model that the engine cannot divide among its GPUs. Only called if it has several."""
+
     def listens_on_host(self, recipe: Recipe, *, device: str) -> bool:
         """Whether the engine's process listens on `sync.host` to pass weights on."""
         return False

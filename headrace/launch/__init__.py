@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headrace.launch.folder import is_in_use, read_summary
     from headrace.launch.forecast import (
         Forecast,
+        check_division,
         count_parameters,
         describe_adapter,
         describe_memory,

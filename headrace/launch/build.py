@@ -24,7 +24,7 @@ from headrace.engine import engine_kind
 from headrace.envs import ProcessEnvironment, PromptEncoder, ToolEnvironment, make_environment
 from headrace.errors import SyncError
 from headrace.imports import import_name
-from headrace.launch.forecast import check_sft_memory
+from headrace.launch.forecast import check_division, check_sft_memory
 from headrace.launch.inputs import (
     UserInputs,
     check_inputs,
@@ -117,6 +117,7 @@ def check_quantization(recipe: Recipe) -> None:
 def check_settings(recipe: Recipe, given: UserInputs) -> None:
     """Raise unless this machine and the loss have what the settings need."""
     check_ranks(recipe)
+    check_division(recipe)
     check_sync(recipe)
     check_engine(recipe)
     check_loss(recipe.train.loss, recipe.train.constants)

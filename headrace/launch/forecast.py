@@ -208,6 +208,12 @@ def _adapter_of(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     return adapter_shapes(recipe.model, recipe.lora) if recipe.lora.is_on else {}
 
 
+def check_division(recipe: Recipe) -> None:
+    """Raise if an engine's GPUs cannot divide the model, by its config alone."""
+    if recipe.engine.vllm.shards > 1:
+        engine_kind(recipe.engine).check_model(recipe, ModelShape.of(_config_of(recipe)))
+
+
 def check_sft_memory(recipe: Recipe) -> None:
     """Raise if SFT cannot fit its GPU: it trains all weights in one process, before the ranks start."""
     if not (recipe.sft.is_on and recipe.train.parallel.is_on and choose_device(recipe) == "cuda"):

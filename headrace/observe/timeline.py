@@ -285,10 +285,11 @@ class MirroredTimeline(Timeline):
     def take(self, name: str, report: dict[str, Any], *, is_counted: bool = True) -> None:
         """Store a process's newest report, if its time is counted. In the trace each process has its own track."""
         if is_counted:
-            newest = {**report["totals"], "occupied": report["occupied"], "slots": report["slots"]}
+            told = {**report["totals"], "occupied": report["occupied"], "slots": report["slots"]}
+            newest = {key: float(told[key]) for key in self._counted}  # raises before anything of it is kept
             before, self._reports[name] = self._reports.get(name, {}), newest
             for key in self._counted:
-                self._counted[key] += newest.get(key, 0) - before.get(key, 0)
+                self._counted[key] += newest[key] - before.get(key, 0)
         if self._on_slice is not None:
             for each in report["slices"]:
                 self._on_slice(name, Slice(*each))
@@ -298,7 +299,7 @@ class MirroredTimeline(Timeline):
         if name not in self._reports:  # its time was not counted
             return
         ended = [self._reports.pop(each) for each in ("", name) if each in self._reports]
-        self._reports[""] = {key: sum(report[key] for report in ended) for report in ended for key in report}
+        self._reports[""] = {key: sum(report[key] for report in ended) for key in self._counted}
 
     def start(self) -> None:
         super().start()

@@ -176,8 +176,8 @@ def _check_waiting(recipe: Recipe, given: str) -> None:
         raise ConfigError(f"{given}: with partial.oversample = {extra:g} {too_many}; set it to 1")
     if recipe.buffer.is_by_episode:
         raise ConfigError(
-            f"{given}: with buffer.unit = 'episode' lost episodes are replaced by whole groups, so that {too_many}; set it to "
-            f"'group'"
+            f"{given}: with buffer.unit = '{recipe.buffer.unit}' lost episodes are replaced by whole groups, so that "
+            f"{too_many}; set it to 'group'"
         )
     if is_ordered(recipe):
         order = "exact = true" if recipe.exact else f"buffer.order = '{recipe.buffer.order}'"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import resource
 import shutil
@@ -306,6 +307,55 @@ async def test_what_cannot_be_written_ends_the_journal_and_not_the_run(tmp_path:
     await asyncio.to_thread(journal.end, is_over=True)
 
 
+async def test_whatever_a_write_raises_ends_the_journal_and_not_the_thread(
+    tmp_path: Path, said: list[str], monkeypatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError(7)
+
+    journal, written = open_journal(tmp_path / "j", said, in_thread=True), list[Any]()
+    journal.on_written = lambda *told: written.append(told)
+    monkeypatch.setattr(Segments, "append", broken)
+    write(journal, 0, 1, 2)
+    async with asyncio.timeout(20):
+        while journal.is_writing:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert written == [(0, None), (1, None), (2, None)] and len(said) == 1 and "cannot be written: KeyError: 7" in said[0]
+    await asyncio.to_thread(journal.end, is_over=True)
+
+
+@pytest.mark.parametrize("when", ["opened", "written"])
+def test_a_checkpoint_that_ends_during_a_write_deletes_nothing_of_it(
+    when: str, tmp_path: Path, said: list[str], monkeypatch
+) -> None:
+    journal = open_journal(tmp_path / "j", said)
+    buffer = GroupBuffer(batch=3, capacity=None, max_bytes=1, journal=journal)
+    put(buffer, 0)
+    opened = Segments._opened
+
+    class Slow(io.FileIO):
+        def write(self, frame: Any) -> int:
+            journal.forget(journal.mark())
+            return super().write(frame)
+
+    def slow(*given: Any) -> Any:
+        file = opened(*given)
+        journal.forget(journal.mark())
+        return file
+
+    if when == "opened":
+        monkeypatch.setattr(Segments, "_opened", slow)
+    else:
+        journal.mark()
+        monkeypatch.setattr(type(tmp_path), "open", lambda path, mode: Slow(path, mode))
+    put(buffer, 1, 2)
+    monkeypatch.undo()
+    assert all(group.stored is not None for group in buffer.groups()), "all wait on the disk alone"
+    assert [group.number for group in buffer.load(buffer.take()) if isinstance(group, Group)] == [0, 1, 2]
+    journal.forget(journal.mark())
+    assert journal.num_bytes == sum(path.stat().st_size for path in (tmp_path / "j").iterdir())
+
+
 def damaged_buffer(folder: Path, said: list[str]) -> GroupBuffer:
     """Of three groups, the second cannot be read back."""
     buffer = GroupBuffer(batch=3, capacity=None, max_bytes=1, journal=open_journal(folder / "journal", said))
@@ -595,7 +645,7 @@ def test_a_disk_that_fills_up_half_way_through_a_group_costs_a_killed_run_that_g
     with monkeypatch.context() as patch:
         patch.setattr(Segments, "append", appending)
         kill(tmp_path / "run", monkeypatch, at=3, seen=Seen(), quiet=False, **SETTINGS)
-    assert capsys.readouterr().out.count("journal    cannot be written: [Errno 27] File too large") == 1
+    assert capsys.readouterr().out.count("journal    cannot be written: OSError: [Errno 27] File too large") == 1
     left = {int(path.name[:8]) for path in (tmp_path / "run" / "journal").iterdir()}
     kept = {number: place for number, place in places.items() if place.block.segment in left}
     found = open_journal(tmp_path / "run" / "journal", []).recover()

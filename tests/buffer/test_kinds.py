@@ -246,7 +246,7 @@ def test_a_window_follows_the_gate() -> None:
         ({"buffer": {"order": "window", "window": 1.5}}, "buffer.window = 1.5: must be a share from 0 to 1"),
         ({"buffer.order": "window", "exact": True}, "buffer.order = 'window': which groups are trained depends on timing"),
         ({"buffer": {"kind": "ring", "depth": 1}, "exact": True}, "buffer.kind = 'ring': which groups are trained depends on"),
-        ({"buffer.unit": "episode"}, "buffer.unit = 'episode': train.advantage = 'group' compares siblings"),
+        ({"buffer.unit": "sample"}, "buffer.unit = 'sample': train.advantage = 'group' compares siblings"),
         (
             {"buffer.unit": "episode", "train": {"advantage": "global", "normalize_each_reward": True}},
             "buffer.unit = 'episode': train.normalize_each_reward = true compares siblings",
@@ -289,7 +289,7 @@ def closes(summary: dict[str, Any]) -> bool:
         {"buffer": {"kind": "ring", "depth": 1}, "staleness": {"max_lag": 2}},
         {"buffer": {"kind": "reserved", "depth": 2}},
         {"buffer": {"kind": "resizable", "order": "window", "window": 0.5}, "staleness": {"max_lag": 2}},
-        {"buffer": {"unit": "episode"}, "train": {"advantage": "global"}},
+        {"buffer": {"unit": "sample"}, "train": {"advantage": "global"}},
         {
             "buffer": {"unit": "episode", "kind": "reserved", "depth": 1, "order": "submission"},
             "train": {"advantage": "reward"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import json
 from typing import TYPE_CHECKING
@@ -232,6 +233,14 @@ def test_a_dry_run_refuses_wrong_options(tmp_path: Path) -> None:
     given = UserInputs(tasks=[{"prompt": "1"}], reward=lambda completion: 0.0, tools=[add])
     with pytest.raises(ConfigError, match=r"did you mean environment.options.max_turns\?"):
         check_inputs(make_recipe({"environment.options": {"max_turnz": 3}}), given)
+
+
+def test_episodes_of_several_rollouts_are_not_taken_apart() -> None:
+    recipe = make_recipe({"buffer.unit": "sample", "train.advantage": "global"})
+    given = UserInputs(tasks=[{"prompt": "1"}], reward=lambda completion: 0.0)
+    check_inputs(recipe, given)
+    with pytest.raises(ConfigError, match=r"buffer.unit = 'sample': .* scored at once.*; set it to 'episode'"):
+        check_inputs(recipe, dataclasses.replace(given, tools=[add]))
 
 
 def test_a_run_with_tools(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from headrace.launch.clock import ClockOffset
 from headrace.launch.local import LocalProcesses
 from headrace.launch.placement import Placement
 from headrace.launch.process import Place, RestartBudget, RoleFailed, RoleProcess, TrainerLost
-from headrace.observe.timeline import MirroredTimeline, ProcessTimeline, Slice
+from headrace.observe.timeline import STATES, MirroredTimeline, ProcessTimeline, Slice
 from headrace.rpc import Peer, RemoteError, StreamClosed, open_socket
 
 if TYPE_CHECKING:
@@ -282,14 +282,15 @@ async def test_a_trainer_that_raised_is_not_taken_for_a_lost_one(tmp_path: Path,
     assert isinstance(error, RoleFailed) and isinstance(error, TrainerLost) is not last_words
 
 
-@pytest.mark.parametrize("lacks", ["totals", "slices"])
+@pytest.mark.parametrize("lacks", ["totals", "slices", "swap"])
 @pytest.mark.parametrize("how", ["report", "ping"])
 async def test_an_engine_whose_report_lacks_a_key_is_lost_and_not_the_run(tmp_path: Path, how: str, lacks: str) -> None:
     processes = Starting(tmp_path, said=[])
     processes._timelines = {"engine": MirroredTimeline("engine", on_slice=lambda *_: None)}
     here, there = [await open_socket(end) for end in socket.socketpair()]
-    report = {"totals": {}, "occupied": 0, "slots": 0, "state": "decode", "slices": []}
-    del report[lacks]
+    totals = dict.fromkeys(STATES["engine"], 0.0)
+    report: dict[str, Any] = {"totals": totals, "occupied": 0, "slots": 0, "state": "decode", "slices": []}
+    del (totals if lacks in totals else report)[lacks]
 
     async def ping() -> dict[str, Any]:
         return {"state": {}, "report": report}

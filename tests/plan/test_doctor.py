@@ -367,6 +367,12 @@ def test_a_folder_of_which_no_weights_are_read(recipe, tmp_path, tiny_model) -> 
     assert "it has no weights in safetensors files" in only(recipe.examine(model__path=str(folder)), "problem").what
 
 
+def test_a_model_that_a_server_cannot_divide_among_its_gpus(recipe) -> None:
+    found = recipe.examine(engine__kind="vllm", engine__vllm__arguments={"tensor_parallel_size": 3})
+    finding = next(each for each in found if each.level == "problem")
+    assert "engine.vllm.arguments.tensor_parallel_size = 3" in finding.what and finding.fix == "set it to 1"
+
+
 @pytest.mark.parametrize(("template", "level"), [(STRIPPING, "warning"), (None, "problem")])
 def test_a_template_that_rewrites_history_or_is_not_there(recipe, tmp_path, tiny_model, template, level) -> None:
     from transformers import AutoTokenizer

@@ -99,6 +99,26 @@ class VllmKind(EngineKind):
         if not recipe.engine.vllm.urls:
             find_vllm(choose_python(recipe.engine.vllm.python))
 
+    def check_model(self, recipe: Recipe, shape: ModelShape) -> None:
+        """As vLLM checks when it starts: heads are divided, KV heads divided or copied, and the vocabulary padded to 64s first.
+        Experts may be divided otherwise."""
+
+        def undivided(count: int) -> str:
+            vocabulary, (fewer, more) = -(-shape.vocabulary // 64) * 64, sorted((shape.kv_heads, count))
+            sizes = {
+                f"{shape.heads} attention heads": shape.heads % count,
+                f"{shape.kv_heads} KV heads": more % fewer,
+                f"a vocabulary of {vocabulary} (padded)": vocabulary % count,
+                f"an MLP of width {shape.intermediate}": not shape.experts and shape.intermediate % count,
+            }
+            return " and ".join(what for what, rest in sizes.items() if rest)
+
+        count = recipe.engine.vllm.arguments.get("tensor_parallel_size", 1)
+        if told := undivided(count):
+            most = next(each for each in range(count, 0, -1) if not undivided(each))
+            given = f"engine.vllm.arguments.tensor_parallel_size = {count}"
+            raise ConfigError(f"{given}: vLLM cannot divide {told} evenly; set it to {most}")
+
     def listens_on_host(self, recipe: Recipe, *, device: str) -> bool:
         return choose_handover(recipe, device=device) == "nccl"
 
