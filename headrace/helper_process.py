@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from io import TextIOWrapper
     from typing import IO
 
 
@@ -27,7 +28,7 @@ def start_helper(
     `how` has more arguments of `Popen`."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-u", "-m", module, *arguments],  # what it printed is in the log when it is killed
+        [sys.executable, "-P", "-m", module, *arguments],
         stderr=subprocess.DEVNULL if log is None else log,
         env={**os.environ, "OMP_NUM_THREADS": f"{threads}", "MKL_NUM_THREADS": f"{threads}", "PYTHONPATH": path},
         start_new_session=True,  # Ctrl-C in the terminal must not reach it, and what it starts is killed with it
@@ -45,6 +46,12 @@ def kill_helper(process: subprocess.Popen[bytes]) -> None:
 def how_it_ended(status: int) -> str:
     """Of an exit status, in words."""
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def print_whole_lines() -> None:
+    """Called in the child: each line it prints is one write, so that those of several processes are not mixed in a log, and
+    none is lost when this one is killed."""
+    cast("TextIOWrapper", sys.stdout).reconfigure(line_buffering=True, write_through=False)
 
 
 def end_with_launcher(file: int) -> None:

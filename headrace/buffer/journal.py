@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.buffer.segments import Head, Segments
 from headrace.errors import in_words
+from headrace.records import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +104,9 @@ class Journal(Segments):
                 heads = [Head(entry.group.number, entry.task, entry.group.versions) for entry in block]
                 places = self.append(heads, [entry.episodes for entry in block])
                 written += [(head.number, None if places is None else places[at]) for at, head in enumerate(heads)]
-        except Exception as error:  # noqa: BLE001  (a full disk, what cannot travel, a bug of ours: no run ends for its journal)
+        except Exception as error:  # no run ends for its journal
+            if not isinstance(error, OSError | WireError):
+                logging.getLogger("headrace").exception("a bug in the journal")
             written += [(each.group.number, error) for each in queue[len(written) :]]
         return written
 

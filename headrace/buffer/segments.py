@@ -105,7 +105,7 @@ class Segments:
         return _places(block, list(map(len, members)))
 
     def _pinned(self, num_bytes: int, count: int) -> int:
-        """The segment that takes the next bytes, pinned so often: a checkpoint may end before they are written."""
+        """The segment that takes the next bytes, pinned `count` times: a checkpoint may end before they are written."""
         with self._lock:
             size = self._sizes.setdefault(self._current, 0)
             if size and size + num_bytes > self._max_bytes // _SHARES:

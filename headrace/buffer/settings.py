@@ -52,6 +52,11 @@ class BufferSettings:
         """Whether siblings enter the buffer one by one."""
         return self.unit != "group"
 
+    @property
+    def wants_one_rollout(self) -> bool:
+        """Whether every episode must be one rollout."""
+        return self.unit == "sample"
+
     def window_of(self, slots: int) -> int:
         """W: how many of the oldest groups in `slots` may overtake each other."""
         return max(1, round(self.window * slots))

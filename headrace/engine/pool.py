@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from headrace.engine.request import Request
     from headrace.records import Array, Rollout, Sampling, WeightUpdate
 
-_FEWEST_COMPARED = 64
-"""Of a thousand engines with room, as many as there are calls, but at least these are compared: those that got none longest."""
+_FEWEST_COMPARED = 64  # engines with room, or as many as there are calls: those that were compared last longest ago
 _MOST_KNOWN = 1 << 17  # rollouts, and groups, of which the pool knows where they went
 _BACKLOG_SECONDS = 0.05  # after which an engine that had much to read is looked at again
 _DRAIN_SECONDS = 0.1  # after which one that leaves is looked at again
@@ -50,8 +49,8 @@ class EnginePool:
         self.engines: list[RemoteEngine] = []
         self._by_name: dict[str, RemoteEngine] = {}
         self._with_room: dict[RemoteEngine, None] = {}
-        """Engines that have room (`RemoteEngine.has_room`); last those that were sent something last. Like the next, so that
-        nothing is done for each engine whenever a few of very many have news."""
+        """Engines that have room (`RemoteEngine.has_room`), in the order in which they were last compared. Like the next, so
+        that nothing is done for each engine whenever a few of very many have news."""
         self._awaited: dict[RemoteEngine, None] = {}
         """Engines that calls are bound to."""
         self.delivery = WeightDelivery(on_lost=self.lose, on_caught_up=self._on_available)
@@ -253,7 +252,7 @@ class EnginePool:
                 most = min(engine.credit, math.ceil(engine.credit - level * engine.room))
                 self._send(engine, _take_with_siblings((self._interrupted, self._new), most=most, slots=engine.num_free_slots))
             takers += compared
-        if any(engine.bound for engine in self._awaited):
+        if not self.delivery.leases and any(engine.bound for engine in self._awaited):
             for engine in [engine for engine in self._with_room if engine.takes_work]:
                 self._relieve_others(engine)
         for engine in takers:
@@ -265,8 +264,8 @@ class EnginePool:
 
     def _relieve_others(self, engine: RemoteEngine) -> None:
         """Fill its free slots with calls that wait for an engine without room. Their KV cache is computed again, which takes
-        less time than the calls before them. With leases they wait: the adapter they keep is at their engine."""
-        for other in [] if self.delivery.leases else list(self._awaited):
+        less time than the calls before them. With leases they would wait: the adapter they keep is at their engine."""
+        for other in list(self._awaited):
             if other.bound and not other.takes_work and engine.takes_work and engine.num_free_slots > 0:
                 self._send(engine, _take(other.bound, most=engine.num_free_slots))
 
@@ -276,9 +275,10 @@ class EnginePool:
         for rollout in (request.rollout for request in requests):
             if last := self._last_engine(rollout):
                 self.turns["returned" if last == engine.name else "moved"] += 1
-            before = self._went.pop(rollout.id, ())
-            self._went[rollout.id] = before if engine.name in before[-1:] else (*before, engine.name)
-            self._went[_group(rollout)] = (engine.name,)
+            others = (name for name in self._went.pop(rollout.id, ()) if name != engine.name)
+            self._went[rollout.id] = (*others, engine.name)
+            self._went.pop(group := _group(rollout), None)
+            self._went[group] = (engine.name,)
         while len(self._went) > _MOST_KNOWN:
             self._went.popitem(last=False)
         try:

@@ -112,7 +112,7 @@ class Client(abc.ABC):
         told = list(history.messages)
         return told if len(rollout) <= history.num_tokens else [*told, self.encoder.turns.answer(history, rollout)]
 
-    def without(self, fork: Rollout, before: Rollout) -> Rollout:
+    def drop_fork(self, fork: Rollout, before: Rollout) -> Rollout:
         """The rollout `before` its fork, which has no room for an answer; it ends as truncated."""
         self._histories[before.id] = self._histories[fork.id]
         return _truncated(before)

@@ -351,7 +351,7 @@ class Conversation:
             if not self._left:
                 raise
         if self._left and not self.rollout.loss_mask.any():  # a fork that was never answered, and holds nothing to train
-            self.rollout = self._client.without(self.rollout, self._left.pop())
+            self.rollout = self._client.drop_fork(self.rollout, self._left.pop())
         if self._clock_started is None:
             at_engine = sum(call.finished - call.started for call in self.rollout.calls)  # in part before a restart
             self._clock_started = max(called, time.monotonic() - at_engine)

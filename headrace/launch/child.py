@@ -24,6 +24,7 @@ import torch
 from headrace import leftovers
 from headrace.config import make_recipe
 from headrace.engine import EnginePlace, EngineWorker, engine_kind
+from headrace.helper_process import print_whole_lines
 from headrace.launch.build import build_trainer
 from headrace.launch.heartbeat import watch_launcher
 from headrace.launch.placement import Order, lends
@@ -246,6 +247,7 @@ def _wait_for_ranks(folder: Path, count: int) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which drains and saves
     faulthandler.enable()
+    print_whole_lines()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)
     with open(os.dup(0), "rb", buffering=0) as pipe, open(os.devnull) as nothing:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine import Increment
 from headrace.envs import REFUSALS, Client, EnvironmentSettings, PromptEncoder, make_environment
-from headrace.helper_process import end_with_launcher
+from headrace.helper_process import end_with_launcher, print_whole_lines
 from headrace.model import ModelSettings, load_tokenizer
 from headrace.records import Episode, FinishReason, Rollout, pack_episodes, pack_rollouts, unpack_rollouts
 from headrace.rpc import Peer, RemoteError, StreamClosed, open_socket
@@ -122,6 +122,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     os.dup2(2, 1)
+    print_whole_lines()
     connection = socket.socket(fileno=int(sys.argv[1]))
     end_with_launcher(os.dup(connection.fileno()))
     asyncio.run(_serve(connection))

@@ -327,7 +327,7 @@ def check_inputs(recipe: Recipe, given: UserInputs) -> list[str]:
     trained = check_examples(recipe, given) if recipe.sft.is_on else []
     if not recipe.uses_tasks:
         return []
-    if recipe.buffer.unit == "sample" and not given.is_single_turn(recipe):
+    if recipe.buffer.wants_one_rollout and not given.is_single_turn(recipe):
         told = "all rollouts of an episode are scored at once, when it ends, so none could enter sooner"
         raise ConfigError(f"buffer.unit = 'sample': {told}; set it to 'episode'")
     stream, held_out = open_tasks(recipe, given), held_out_tasks(recipe, given)

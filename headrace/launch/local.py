@@ -36,6 +36,7 @@ from headrace.launch.placement import (
     versions_for_servers,
 )
 from headrace.launch.process import ChildProcess, Place, RestartBudget, RoleFailed, RoleProcess
+from headrace.launch.stop import interrupts_wait
 from headrace.launch.trainer_source import TrainerSource
 from headrace.launch.watched import WatchedProcesses
 from headrace.leftovers import Claim, new_prefix, sweep
@@ -120,9 +121,10 @@ class LocalProcesses(WatchedProcesses):
             sweep(place)
         try:
             indices = [*range(self._recipe.engines_here), *([] if self._lender is None else [LENT])]
-            self.engines = [self.start_process(self.place("engine", index)) for index in indices]
-            if self._trains and not self._recipe.trainer_joins:
-                self.trainers = self._start_trainers()
+            with interrupts_wait():
+                self.engines = [self.start_process(self.place("engine", index)) for index in indices]
+                if self._trains and not self._recipe.trainer_joins:
+                    self.trainers = self._start_trainers()
         except BaseException:
             self._kill_all()
             raise

@@ -62,8 +62,8 @@ class RayProcesses(ClusterProcesses):
         self._ray: Any = ray
         self._actors: dict[str, Any] = {}
         """By the label of what it runs."""
-        self._over = set[str]()
-        """Labels of engines that are given up, or whose actor has failed."""
+        self._over: dict[str, str] = {}
+        """Why engines are given up, or their actor has failed, by label."""
         self._labels = itertools.count()
         self._extra: list[str] = []
         """Labels of engines past `engine.count`."""
@@ -90,13 +90,13 @@ class RayProcesses(ClusterProcesses):
             self._spawn(self._scale())
 
     async def _follow(self, role: str, label: str, run: Run) -> None:
-        """Has an actor join, and join again when it has left. Waits for it to fail or to be given up. Nobody then needs to wait
-        for the trainer, or if it is the last engine for the first."""
+        """Has an actor join, and join again when it has left, but for engines past `engine.count`. Waits for it to fail or to
+        be given up. Nobody then needs to wait for the trainer, or if it is the last engine for the first."""
         try:
             while not (status := await asyncio.wrap_future(run())) and label not in {*self._extra, *self._over}:
                 if role == "engine":  # losses of the trainer are counted by `train.restarts`
                     await asyncio.sleep(self._restarts[label].spend(RoleFailed("it has left")))
-            why = f"it found no launcher at {self._url}" if status else "it was given up"
+            why = f"it found no launcher at {self._url}" if status else self._over.get(label, "it was given back")
         except Exception as error:  # noqa: BLE001  (anything, and in Ray's wrapping)
             why = str(getattr(error, "cause", None) or error)
             if label in self._actors or label not in self._extra:  # else it was withdrawn
@@ -108,7 +108,7 @@ class RayProcesses(ClusterProcesses):
         if label in self._extra:
             self._extra.remove(label)
             return self._kill(label)  # frees its place
-        self._over.add(label)
+        self._over.setdefault(label, why)
         if len(self._over) == self._recipe.engine.num_engines and not self.first_joined.done():
             self.first_joined.set_exception(failure)
         return None
@@ -116,7 +116,7 @@ class RayProcesses(ClusterProcesses):
     def _do_without(self, place: Place, host: Host, error: Exception) -> None:
         super()._do_without(place, host, error)
         if host.offer and host.offer.label in self._actors and not host.is_gone:  # else lost with the host: another may do
-            self._over.add(host.offer.label)
+            self._over[host.offer.label] = str(error)
 
     # More engines, and fewer
 
@@ -130,7 +130,7 @@ class RayProcesses(ClusterProcesses):
             joined = {host.offer.label: host for host in hosts if host.offer and not host.is_gone}
             now = Measured.now(self._timelines, version=max(self.pool.versions.values(), default=0))
             still_pending = [label for label in self._extra if label not in joined]
-            if before is None or now.version < before.version or still_pending != pending:
+            if before is None or not now.continues(before) or still_pending != pending:
                 before, pending = now, still_pending
             elif now.is_enough_since(before):
                 count = settings.num_engines + len(self._extra)

@@ -33,8 +33,12 @@ class Measured(NamedTuple):
         totals = dict(engine.totals), dict(trainer.totals)
         return cls(time.monotonic(), version, *totals, (engine.occupied, engine.slots))
 
+    def continues(self, before: Measured) -> bool:
+        """Whether both are of one life of the trainer, whose timeline begins anew with each."""
+        return 0 < sum(before.trainer.values()) <= sum(self.trainer.values()) and before.version <= self.version
+
     def is_enough_since(self, before: Measured) -> bool:
-        """Not if the trainer was lost for most of it: engines then wait for its weights, whatever the run is bound by."""
+        """A trainer that is lost adds nothing: engines then wait for its weights, whatever the run is bound by."""
         seconds, trainer = self.time - before.time, sum(self.trainer.values()) - sum(before.trainer.values())
         return seconds >= _SECONDS and self.version - before.version >= _VERSIONS and trainer >= seconds / 2
 

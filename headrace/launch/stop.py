@@ -95,6 +95,18 @@ def sigterm_as_interrupt() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """In this block signals wait for its end: what it starts must be noted before an interrupt, which ends what is noted."""
+    came: list[int] = []
+    try:
+        with _handled(lambda number, _: came.append(number)):
+            yield
+    finally:
+        for number in came:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
 def _handled(handler: Callable[..., Any]) -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in _SIGNALS} if is_main else {}

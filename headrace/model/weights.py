@@ -55,7 +55,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def checksum(tensor: Tensor, *, first_word: int = 0) -> int:
     """Σ word · (2 · place + 1) over a tensor's 64-bit words, modulo 2**64. One flipped bit, or two swapped parts, change it.
     `first_word`: the place of the first one, if the tensor is a range of a larger one, whose checksum is the sum of all its
-    ranges'."""
+    ranges'. On a CPU: a GPU has no dot product of integers."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() % 8:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
@@ -64,17 +64,16 @@ def checksum(tensor: Tensor, *, first_word: int = 0) -> int:
     words, total = flat.view(torch.int64), 0
     for start in range(0, words.numel(), _WORDS):
         part = words[start : start + _WORDS]
-        factors, before = _factors(_WORDS, part.device)[: part.numel()], first_word + start
-        # Integers wrap at 2**64 in both; a GPU has no dot product of integers.
-        total += int((part * factors).sum() if part.is_cuda else torch.dot(part, factors))
+        factors, before = _factors(_WORDS)[: part.numel()], first_word + start
+        total += int(torch.dot(part, factors))  # integers wrap at 2**64
         total += 2 * before * int(part.sum()) if before else 0
     return total & 0xFFFFFFFFFFFFFFFF  # all 64 bits: a flipped sign shows only in the highest
 
 
 @cache
-def _factors(count: int, device: torch.device) -> Tensor:
+def _factors(count: int) -> Tensor:
     """2 · place + 1; made for each tensor, it would take longer than the sum."""
-    return torch.arange(count, device=device) * 2 + 1
+    return torch.arange(count) * 2 + 1
 
 
 def describe(tensors: Mapping[str, Tensor] | Mapping[str, Slot]) -> Manifest:

@@ -13,7 +13,7 @@ import signal
 from typing import Any
 
 from headrace.errors import user_frame
-from headrace.helper_process import end_with_launcher
+from headrace.helper_process import end_with_launcher, print_whole_lines
 from headrace.imports import import_name
 from headrace.records import Episode, frames, unpack_episodes
 from headrace.score.metric_log import MetricLog
@@ -32,6 +32,7 @@ def main() -> None:
     with open(os.dup(0), "rb") as orders, open(os.dup(1), "wb") as answers, open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)  # what a reward prints is no answer
+        print_whole_lines()
         end_with_launcher(orders.fileno())
         rewards: dict[str, RewardFunction] = {}
         for order in frames.read_frames(orders):

@@ -19,8 +19,6 @@ from headrace.score.signature import RewardError
 if TYPE_CHECKING:
     from typing import IO, BinaryIO
 
-_MAX_CALLS = 1000
-"""After so many, or one that fails, another process takes over: what calls change in modules does not stay for long."""
 _STACK_SECONDS = 1.0
 """How long a late process may take to write its stack before it is killed."""
 
@@ -35,7 +33,6 @@ class RewardProcess:
     def __init__(self, log: IO[str] | None) -> None:
         self._process = start_helper("headrace.score.child", log=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._loaded: list[str] = []
-        self._num_calls = 0
         self.has_ended = False
 
     def load(self, reward: dict[str, Any]) -> None:
@@ -57,8 +54,7 @@ class RewardProcess:
             raise ProcessEnded(f"its process {how_it_ended(self.end())}") from None
         if "error" in answer:
             raise RewardError(answer["error"])
-        self._num_calls += "call" in order  # not an import: it is followed by the call that needs it
-        if "failure" in answer or self._num_calls == _MAX_CALLS:
+        if "failure" in answer:  # what the call has changed in modules changes no other
             self.end()
         return answer
 

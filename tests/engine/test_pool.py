@@ -101,39 +101,55 @@ async def test_whoever_has_room_pulls_and_a_fast_engine_does_more(bench: Pooled)
     assert 0 < did["engine-0"] < did["engine-1"] / 1.5 and did.total() == 60
 
 
+def hold(far: Far) -> threading.Event:
+    """It takes no step until this is set."""
+    step, may_go = far.core.step, threading.Event()
+
+    def held() -> Any:
+        may_go.wait(60)
+        return step()
+
+    far.core.step = held  # type: ignore[method-assign]
+    return may_go
+
+
 async def test_each_call_goes_to_the_engine_with_the_largest_share_of_its_room_left(bench: Pooled):
     fars = [await bench.join(slots=slots) for slots in (6, 2, 4)]
-    for far in fars:
-        slow(far, 0.02)
     await until(lambda: [far.remote.credit for far in fars] == [12, 4, 8])
+    held = [hold(far) for far in fars]
     calls = []
     for index in range(12):
-        call = bench.pool.generate(prompt(f"r{index}", seed=index), Sampling(max_tokens=40))
-        calls.append(asyncio.ensure_future(call))
-        await until(lambda: bench.pool.num_waiting == 0 and sum(len(far.requests) for far in fars) == len(calls))
+        calls.append(asyncio.ensure_future(bench.pool.generate(prompt(f"r{index}", seed=index), Sampling(max_tokens=9))))
+        await until(lambda: sum(len(far.requests) for far in fars) == len(calls))
         if index == 5:
             assert [len(far.requests) for far in fars] == [3, 1, 2]
     assert [len(far.requests) for far in fars] == [6, 2, 4]
-    at_once = (bench.pool.generate(prompt(f"s{index}", seed=index), Sampling(max_tokens=40)) for index in range(12))
-    await asyncio.gather(*calls, *at_once)
-    assert Counter(far.core.num_sampled for far in fars).keys() == {12 * 40, 4 * 40, 8 * 40}
+    at_once = [bench.pool.generate(prompt(f"s{index}", seed=index), Sampling(max_tokens=9)) for index in range(12)]
+    calls += map(asyncio.ensure_future, at_once)
+    await until(lambda: sum(len(far.requests) for far in fars) == len(calls))
+    assert [len(far.requests) for far in fars] == [12, 4, 8]
+    for each in held:
+        each.set()
+    await asyncio.gather(*calls)
 
 
 async def test_siblings_go_to_one_engine_while_it_has_free_slots(bench: Pooled):
     fars = [await bench.join(slots=8) for _ in range(3)]
-    for far in fars:
-        slow(far, 0.02)
     await until(lambda: all(far.remote.credit == 16 for far in fars))
+    held = [hold(far) for far in fars]
 
     def group(name: str, count: int, *, start: int = 0) -> list[asyncio.Future[Rollout]]:
         tokens = prompt(seed=int(name)).token_ids
         each = [Rollout.from_prompt(tokens, id=f"{name}/{start + index}", group=name) for index in range(count)]
-        return [asyncio.ensure_future(bench.pool.generate(rollout, Sampling(max_tokens=40))) for rollout in each]
+        return [asyncio.ensure_future(bench.pool.generate(rollout, Sampling(max_tokens=9))) for rollout in each]
 
     groups = [group(str(name), 4) for name in range(5)]
     await until(lambda: sum(len(far.requests) for far in fars) == 20)
     assert sorted(len(far.requests) for far in fars) == [4, 8, 8]
     late = group("4", 6, start=4)
+    await until(lambda: sum(len(far.requests) for far in fars) == 26)
+    for each in held:
+        each.set()
     went = [Counter(map(engine_of, await asyncio.gather(*calls))) for calls in groups]
     assert [list(each.values()) for each in went] == [[4]] * 5
     assert Counter(map(engine_of, await asyncio.gather(*late)))[next(iter(went[4]))] == 4, "until its slots are full"

@@ -41,12 +41,14 @@ def after(*, waits: float, idles: float, used: float = 1.0, engines: int = 2) ->
     ],
 )
 def test_who_waits_decides(change, how):
-    before = Measured(0.0, 0, {}, {}, (0, 0))
+    before = Measured(0.0, 0, {}, {"compute": 0.1}, (0, 0))
     now = after(**how)
     assert wanted_change(before, now, num_engines=how.get("engines", 2)) == change
     assert now.is_enough_since(before)
     for changed in ({"time": 5.0}, {"version": 2}, {"time": 130.0}):  # the last: for most of which there was no trainer
         assert not now._replace(**changed).is_enough_since(before)
+    assert now.continues(before) and not now.continues(before._replace(trainer={}))
+    assert not now._replace(version=-1).continues(before) and not now._replace(trainer={"compute": 0.0}).continues(before)
 
 
 def test_an_engine_is_asked_for_once_and_given_back_when_it_idles(tmp_path, monkeypatch):
@@ -61,6 +63,7 @@ def test_an_engine_is_asked_for_once_and_given_back_when_it_idles(tmp_path, monk
     change, sleep = [1], asyncio.sleep
     monkeypatch.setattr(on_ray, "wanted_change", lambda *_, **__: change[0])
     monkeypatch.setattr(Measured, "is_enough_since", lambda *_: True)
+    monkeypatch.setattr(Measured, "continues", lambda *_: True)
     monkeypatch.setattr(Measured, "now", classmethod(lambda cls, *_, version: Measured(0.0, version, {}, {}, (0, 0))))
     monkeypatch.setattr(on_ray.asyncio, "sleep", lambda _: sleep(0.001))
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ import pytest
 from helpers import mismatches, run_on_a_full_disk, same_weights, small_run
 
 from headrace.config import make_recipe
+from headrace.launch import process
 from headrace.launch.inputs import UserInputs
 from headrace.launch.local import LocalProcesses
 from headrace.launch.process import Place, RoleFailed, RoleProcess
@@ -92,6 +94,23 @@ def test_at_lag_0_in_exact_mode_it_is_bitwise_the_run_in_one_process(tmp_path, m
         assert same_weights(ours, theirs), version
     assert local.summary["accounting"] == inline.summary["accounting"]
     assert local.summary["lag"] == {"mean": 0.0, "max": 0}
+
+
+def test_an_interrupt_while_a_process_starts_leaves_none(tmp_path, monkeypatch):
+    """It comes when the process is there and nobody knows of it yet."""
+    started = []
+
+    def start(*given: str, **how: object):
+        started.append(process_start(*given, **how))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    process_start = process.start_helper
+    monkeypatch.setattr(process, "start_helper", start)
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(KeyboardInterrupt), LocalProcesses(make_recipe({}), tmp_path):
+        pass
+    assert started and all(each.poll() == -signal.SIGKILL for each in started)
 
 
 def test_an_interrupted_run_kills_its_processes_before_its_event_loop_ends(tmp_path, tiny_model, monkeypatch):
