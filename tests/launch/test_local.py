@@ -22,6 +22,7 @@ from headrace.launch import process
 from headrace.launch.inputs import UserInputs
 from headrace.launch.local import LocalProcesses
 from headrace.launch.process import Place, RoleFailed, RoleProcess
+from headrace.launch.stop import sigterm_as_interrupt
 from headrace.model.load import ModelError
 from headrace.observe import Observer
 from headrace.observe.inspect import read_rollouts
@@ -102,13 +103,13 @@ def test_an_interrupt_while_a_process_starts_leaves_none(tmp_path, monkeypatch):
 
     def start(*given: str, **how: object):
         started.append(process_start(*given, **how))
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
         return started[-1]
 
     process_start = process.start_helper
     monkeypatch.setattr(process, "start_helper", start)
     (tmp_path / "logs").mkdir()
-    with pytest.raises(KeyboardInterrupt), LocalProcesses(make_recipe({}), tmp_path):
+    with pytest.raises(KeyboardInterrupt), sigterm_as_interrupt(), LocalProcesses(make_recipe({}), tmp_path):
         pass
     assert started and all(each.poll() == -signal.SIGKILL for each in started)
 
