@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from headrace.records import Array, Rollout, Sampling
 
-_SPARE_TOKENS = 8  # decoded beyond one token per character of the stop string: a token may hold less than a character
+_SPARE_TOKENS = 8  # decoded beyond one token per byte of the stop string
 
 
 def stop_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -37,8 +37,8 @@ def ends_call(rollout: Rollout, sampling: Sampling, sampled: Sequence[int] | Arr
     within the first `min_tokens` is ignored for good."""
     if not sampling.stop or len(sampled) <= sampling.min_tokens:
         return False
-    num_old = len(rollout)
-    first = max(_start_of_text(rollout), num_old + len(sampled) - max(map(len, sampling.stop)) - _SPARE_TOKENS)
+    num_old, longest = len(rollout), max(len(each.encode()) for each in sampling.stop)
+    first = max(_start_of_text(rollout), num_old + len(sampled) - longest - _SPARE_TOKENS)
     token_ids = map(int, (*rollout.token_ids[first:], *sampled[max(0, first - num_old) :]))
     return completes(sampling.stop, list(token_ids), decode)
 

@@ -89,7 +89,7 @@ sys.path[:0] = {[str(Path(__file__).parents[1] / "engine"), str(Path(headrace.__
 from aiohttp import web
 from fake_vllm import Fake
 fake = Fake(candidates=((50, -0.9327), (51, -9999.0)))
-web.run_app(fake.app(), host="127.0.0.1", port=int(sys.argv[sys.argv.index("--port") + 1]))
+web.run_app(fake.app(), path=sys.argv[sys.argv.index("--uds") + 1])
 """
 CHANCE = """
 import random

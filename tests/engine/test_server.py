@@ -332,6 +332,22 @@ async def test_echo_gives_the_prompt_and_its_logprobs(bench: Bench):
     assert nothing.choices[0].logprobs.token_logprobs == [None, *scores[1:].tolist()]
 
 
+async def test_prompts_are_scored_a_few_at_a_time(bench: Bench, monkeypatch):
+    """Other requests are decoded in between."""
+    ids, score, at_once = bench.tokenizer("12+3")["input_ids"], bench.engine.score, []
+
+    async def counted(rollouts):
+        at_once.append(len(rollouts))
+        return await score(rollouts)
+
+    monkeypatch.setattr(bench.engine, "score", counted)
+    monkeypatch.setattr("headrace.engine.server.app._SCORED_AT_ONCE", 2 * len(ids) + 1)
+    choices = (await bench.complete([ids] * 5, echo=True, logprobs=0, max_tokens=0)).choices
+    assert at_once == [2, 2, 1] and [choice.index for choice in choices] == [0, 1, 2, 3, 4]
+    scores = [choice.logprobs.token_logprobs[1:] for choice in choices]
+    assert np.ptp(scores, axis=0).max() < 1e-5
+
+
 async def test_requests_share_decode_steps(bench: Bench):
     steps, step = [], bench.core.step
 

@@ -102,6 +102,7 @@ WRONG = [
     (COMPLETIONS, "stop_token_ids", "5", "must be a list of token ids, not a number"),
     (COMPLETIONS, "stop_token_ids", "[1099511627776]", "outside the vocabulary"),
     (COMPLETIONS, "stop_token_ids", "[-1]", "outside the vocabulary"),
+    (COMPLETIONS, "stop_token_ids", f"{[1] * 129}", "must be at most 128 token ids"),
     (COMPLETIONS, "logprobs", "-1", "must be between 0 and 20"),
     (COMPLETIONS, "logprobs", "true", "must be a whole number"),
     (COMPLETIONS, "stream", "1", "must be true or false"),

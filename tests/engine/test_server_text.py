@@ -8,7 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.engine.server.text import TextReader, decode, first_stop
+from headrace.engine.stop_strings import decoder_of, ends_call
 from headrace.model.tiny import build_tokenizer
+from headrace.records import Rollout, Sampling
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -69,6 +71,31 @@ def test_half_a_character_at_the_end_is_not_lost() -> None:
 def test_a_character_begun_in_the_prompt_is_finished() -> None:
     ids = BYTES("x😀y")["input_ids"]
     assert "".join(read(TextReader(BYTES, ids[:3]), [[token] for token in ids[3:]])) == "😀y"
+
+
+def test_tokens_without_text_are_not_decoded_again_and_again(monkeypatch) -> None:
+    """A model that may not end goes on with special tokens, whose text is left out."""
+    num_decoded = 0
+
+    def counted(tokenizer, token_ids, **options) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return decode(tokenizer, token_ids, **options)
+
+    monkeypatch.setattr("headrace.engine.server.text.decode", counted)
+    end, (a,) = BYTES.eos_token_id, BYTES("a")["input_ids"]
+    half = BYTES("😀")["input_ids"][:1]
+    reader = TextReader(BYTES, [a])
+    text = "".join(read(reader, [[token] for token in [end] * 1000 + [a] + half * 1000 + [a]]))
+    assert text == "a" + 1000 * "\N{REPLACEMENT CHARACTER}" + "a"
+    assert num_decoded < 2000 * 64 and reader.num_pushed == 2002
+
+
+@pytest.mark.parametrize("text", ["答案完毕了", "🛑🛑🛑", "stop"])
+def test_a_stop_string_of_many_tokens_ends_a_call(text: str) -> None:
+    sampled = BYTES("before " + text)["input_ids"]
+    prompt, sampling = Rollout.from_prompt([1], id="r"), Sampling(stop=(text,))
+    assert [ends_call(prompt, sampling, ids, decoder_of(BYTES)) for ids in (sampled, sampled[:-1])] == [True, False]
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, SPACED], ids=["bytes", "spaced"])

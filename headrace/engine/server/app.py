@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _SHUTDOWN_SECONDS = 5.0
 _CLIENT_LEFT = 499
+_SCORED_AT_ONCE = 8192  # tokens
 
 
 class CompletionServer:
@@ -242,8 +244,13 @@ class CompletionServer:
     async def _logprobs(self, sequences: Sequence[Sequence[int]], held: HeldAdapter | None = None) -> list[list[float | None]]:
         """The logprob of each token given those before it, at temperature 1; None for the first."""
         rollouts = [Rollout.from_prompt(list(ids), id=f"score-{index}") for index, ids in enumerate(sequences)]
-        scores = self._engine.score(rollouts) if held is None else self._engine.score(rollouts, held=held)
-        return [[None, *values[1:].tolist()] for values in await scores]
+        options = {} if held is None else {"held": held}
+        scores = list[list[float | None]]()
+        while len(scores) < len(rollouts):  # a few at a time: other requests are decoded in between
+            ends = itertools.accumulate(map(len, rollouts[len(scores) :]))
+            some = rollouts[len(scores) :][: max(1, sum(end <= _SCORED_AT_ONCE for end in ends))]
+            scores += [[None, *values[1:].tolist()] for values in await self._engine.score(some, **options)]
+        return scores
 
     # What only the holder of the control token may ask
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headrace.engine.server.text import ServedModel
 
 MAX_CHOICES = 1024  # prompts times n in one request
-_MAX_STOPS = 16
+_MAX_STOPS, _MAX_STOP_IDS = 16, 128
 _MAX_TOP = 20  # logprobs with each token
 _SEEDS = 2**63
 
@@ -171,6 +171,8 @@ def _sampling(body: Body, served: ServedModel, *, max_tokens: int, ignore_eos: b
         raise bad("temperature", "must be 0, which is greedy, or at least 0.01")
     top_k = body.number("top_k", 0, low=-1, high=_SEEDS)
     given = body.take("stop_token_ids", list, [], "a list of token ids")
+    if len(given) > _MAX_STOP_IDS:  # every step compares those of all slots
+        raise bad("stop_token_ids", f"must be at most {_MAX_STOP_IDS} token ids")
     stop_ids = {*check_token_ids(given, "stop_token_ids", vocabulary=served.vocabulary)}
     if not ignore_eos:
         stop_ids |= set(served.stop_ids)

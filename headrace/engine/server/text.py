@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BEFORE = 5  # prompt tokens decoded with the completion: some tokenizers drop a space at the start of a text
 _SINGLY = 4  # last tokens of a large push, pushed one by one: later tokens then decode after the same ones as in a stream
+_MOST_SILENT = 16  # tokens that give no text, as special ones or halves of characters; more are not decoded again and again
 _FORGOTTEN = 2  # once this many of those have given text, the tokens before them no longer affect later ones
 
 
@@ -116,9 +117,16 @@ class TextReader:
         given = self._text(self._ids[: self._given])
         before = given.rstrip(_UNFINISHED)
         whole = self._text(self._ids)
-        if len(whole) <= len(before) or (whole.endswith(_UNFINISHED) and not is_last):
+        is_late = len(self._ids) - self._given > _MOST_SILENT
+        if len(whole) <= len(before):
+            if is_late:
+                del self._ids[self._given :]
             return ""
-        if before == given:  # else the prompt ends inside a character, whose tokens must be decoded together
+        if whole.endswith(_UNFINISHED) and not is_last:
+            if not is_late:
+                return ""
+            self._ids.clear()  # they are no character that later tokens could complete
+        elif before == given:  # else the prompt ends inside a character, whose tokens must be decoded together
             del self._ids[: self._given]
         self._given = len(self._ids)
         return whole[len(before) :]

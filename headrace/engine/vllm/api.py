@@ -86,11 +86,15 @@ class VllmApi:
     that moment would be lost."""
 
     def __init__(self, url: str, *, token: str = "", log: str = "") -> None:
+        """`url`: its address, or `unix:PATH`, a Unix socket."""
         self.url, self.log = url.rstrip("/"), log
+        path = url.removeprefix("unix:") if url.startswith("unix:") else None
+        self._base = self.url if path is None else "http://localhost"
+        how: dict[str, Any] = {"limit": 0, "force_close": True}
         self._num_missed = 0  # health checks that failed in a row
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=aiohttp.TCPConnector(**how) if path is None else aiohttp.UnixConnector(path, **how),
             read_bufsize=1 << 20,
         )
 
@@ -258,12 +262,12 @@ class VllmApi:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         try:
             try:
-                answer = await self._session.request(method, self.url + path, json=body, timeout=timeout)
+                answer = await self._session.request(method, self._base + path, json=body, timeout=timeout)
             except aiohttp.ClientConnectorError:
                 if method != "GET":
                     raise
                 await asyncio.sleep(_RETRY_SECONDS)
-                answer = await self._session.request(method, self.url + path, timeout=timeout)
+                answer = await self._session.request(method, self._base + path, timeout=timeout)
             async with answer:
                 if answer.status != 200:
                     text = await answer.text()

@@ -191,7 +191,15 @@ class VllmEngine:
             call = self._running[request] = self._waiting.pop(request)
             request.started = time.time()
             call.task = asyncio.ensure_future(self._run(call))
+            call.task.add_done_callback(functools.partial(self._ended, call))
         self._note()
+
+    def _ended(self, call: VllmCall, *_: object) -> None:
+        """Called at the end of its task, and after it: one that is cancelled before its first step has none."""
+        if self._running.get(call.request) is call:
+            del self._running[call.request]
+            self._fill()
+            self.after_step()
 
     async def _run(self, call: VllmCall) -> None:
         request = call.request
@@ -210,10 +218,7 @@ class VllmEngine:
         except Exception as error:  # noqa: BLE001  (whatever it is, callers must not wait forever)
             self._die(self.api.gone(f"its answer could not be read: {error!r}"))
         finally:
-            if self._running.get(request) is call:
-                del self._running[request]
-            self._fill()
-            self.after_step()
+            self._ended(call)
 
     async def _calls_end(self, seconds: float | None = None) -> None:
         """Wait until all running calls have ended, at most so long."""

@@ -139,7 +139,7 @@ async def _start(recipe: Recipe, model_path: str, model: PreTrainedModel, place:
         total = torch.cuda.get_device_properties(torch.device(place.device)).total_memory
         share = WHOLE_GPU if place.is_far else gpu_share(recipe, place.index, held=held, total=total)
         environment = {"CUDA_VISIBLE_DEVICES": visible_to(recipe, place)}
-        if handover == "ipc":  # handles are pickled; only a holder of the server's token can send it any
+        if handover == "ipc":  # handles are pickled; only this user can reach the server's socket
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     arguments = server_arguments(
         recipe,

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 _POLL = 0.25
 _ENDING = 25.0  # seconds: more than `server_keeper` takes to end a server that ignores SIGTERM
-_ATTEMPTS = 3  # to find a port that nobody else takes in between
-_PORT_TAKEN = re.compile(r"address already in use|Errno 98", re.IGNORECASE)
 _TAIL = 64 << 10  # bytes of a log that are searched for the reason
 _REASON = re.compile(r"^(?:\(\w[^)]*\)\s*)?(?:\w+\.)*(?:\w*(?:Error|Exception)|pydantic_core\S*): .+")
 
@@ -57,21 +54,19 @@ async def start(
     environment: Mapping[str, str] | None = None,
     prefix: str = "headrace",
 ) -> VllmServer:
-    """Run `vllm serve` on loopback, with a token and a temporary folder, PREFIX-…, of its own; returns once it answers.
-    `python` has vLLM."""
+    """Run `vllm serve`, with a token and a temporary folder, PREFIX-…, of its own; returns once it answers. `python` has vLLM.
+    It listens on a socket in that folder, which only this user can enter: vLLM guards the paths that change weights by no
+    token."""
     package = await asyncio.to_thread(find_vllm, python)
-    serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", *_opening(package), *arguments]
+    serve = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, *_opening(package), *arguments]
     variables = {**_inherited(python), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **(environment or {})}
-    for attempts_left in reversed(range(_ATTEMPTS)):
-        server = _launch(serve, variables, log=log, prefix=prefix)
-        try:
-            await _until_up(server, seconds)
-            return server
-        except BaseException as error:
-            await server.close()
-            if not attempts_left or not isinstance(error, VllmError) or not _PORT_TAKEN.search(str(error)):
-                raise
-    raise AssertionError
+    server = _launch(serve, variables, log=log, prefix=prefix)
+    try:
+        await _until_up(server, seconds)
+    except BaseException:
+        await server.close()
+        raise
+    return server
 
 
 def _launch(serve: list[str], variables: Mapping[str, str], *, log: Path, prefix: str) -> VllmServer:
@@ -80,19 +75,16 @@ def _launch(serve: list[str], variables: Mapping[str, str], *, log: Path, prefix
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"  # outlives the server
     own = {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder, "VLLM_API_KEY": token}
     log.parent.mkdir(parents=True, exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
     with log.open("ab") as output:
         log_start = output.tell()
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("server_keeper.py")), folder, *serve, "--port", port],
+            [sys.executable, str(Path(__file__).with_name("server_keeper.py")), folder, *serve, "--uds", f"{folder}/http"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={"TORCHINDUCTOR_CACHE_DIR": compiled, **variables, **own},
         )
-    api = VllmApi(f"http://127.0.0.1:{port}", token=token, log=str(log))
-    return VllmServer(process, api, token, log_start)
+    return VllmServer(process, VllmApi(f"unix:{folder}/http", token=token, log=str(log)), token, log_start)
 
 
 async def _until_up(server: VllmServer, seconds: float) -> None:
