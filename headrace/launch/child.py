@@ -83,8 +83,9 @@ class RoleWorker:
         )
         serving = asyncio.ensure_future(self._control.run())
         await asyncio.wait({serving, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() and not isinstance(error := serving.exception(), StreamClosed) and not self._failure.done():
+            self._failure.set_exception(error or RuntimeError("the launcher's stream has ended"))
         if not self._failure.done() and not self._is_launcher_silent:
-            serving.exception()
             log.info("the launcher is done; ending")
             return 0
         await asyncio.wait({self._failure})

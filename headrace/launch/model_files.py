@@ -56,7 +56,7 @@ def fetch_files(
     """Write files of these sizes into a folder, or link to those of a `copy`, if this host has it."""
     for name, (size, _) in files.items():
         path = folder / name
-        if ".." in path.parts or Path(name).is_absolute():
+        if ".." in Path(name).parts or Path(name).is_absolute():
             raise ConfigError(f"there is a file outside its folder: {name!r}")
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # it is of another host, or on another disk

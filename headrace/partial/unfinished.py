@@ -59,6 +59,9 @@ def check_unfinished(recipe: Recipe) -> None:
             raise ConfigError(
                 f"{setting}: nothing is over age with staleness.reject = '{staleness.reject}'; set it to 'oldest'"
             )
+        if recipe.buffer.is_by_episode:
+            told = f"siblings are cancelled together, but buffer.unit = '{recipe.buffer.unit}' trains them apart"
+            raise ConfigError(f"{setting}: {told}; leave it 'never', or set buffer.unit = 'group'")
         if recipe.exact:
             raise ConfigError(f"{setting}: what is cancelled depends on timing, which exact = true does not allow")
         if is_in_submission_order(recipe) and staleness.is_gated:

@@ -97,6 +97,8 @@ class StartedBatch:
     """The weights of KL and entropy bonus before the next version."""
     term_metrics: dict[str, float] = field(default_factory=dict)
     steps: list[Awaitable[dict[str, float]]] = field(default_factory=list)
+    has_failed: bool = False
+    """One of them has."""
     """Metrics of each of `batches`; empty until they are sent to the trainer."""
     publishing: Awaitable[Published] | None = None
     """The publication of the next version, if it was requested together with the steps."""
@@ -126,7 +128,11 @@ class StartedBatch:
         """Wait until the trainer is done with what was sent so far; one in this process does it now."""
         async with self._one_by_one:
             while len(self.answers) < len(self.steps):
-                self.answers.append(await self.steps[len(self.answers)])
+                try:
+                    self.answers.append(await self.steps[len(self.answers)])
+                except Exception:
+                    self.has_failed = True
+                    raise
 
     def drop_steps(self) -> None:
         """Nobody will wait for them; one in this process has not begun."""

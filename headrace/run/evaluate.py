@@ -23,7 +23,7 @@ from headrace.settings import to_dict
 from headrace.user_code import UserThread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from headrace.config import Recipe
     from headrace.records import Episode, Plain
@@ -71,8 +71,16 @@ class Evaluation:
 class Evaluator:
     """Runs tasks through a run's environment and scorer, with training's stop conditions."""
 
-    def __init__(self, recipe: Recipe, roles: Roles, *, limit: CallLimit | None = None) -> None:
-        """`limit` bounds the calls at the engines; by default they get all."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        roles: Roles,
+        *,
+        limit: CallLimit | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`limit` bounds the calls at the engines; by default they get all. `on_progress` is called after every vote."""
+        self._on_progress = on_progress
         self._roles, self._seed, self._settings = roles, recipe.seed, recipe.evaluate
         self._timeout, self._deadline, self._is_inline = recipe.episode.timeout, recipe.deadline, recipe.is_inline
         answer = recipe.evaluate.answer
@@ -178,6 +186,7 @@ class Evaluator:
             if isinstance(error, TimeoutError) and limit.expired():
                 raise RewardError(f"{named} has not returned within deadline = {self._deadline:g} seconds") from error
             return episode.replace(outcome=InfraAbort(f"{named} raised {type(error).__name__}: {error}")), None
+        self._on_progress()
         return episode, None if answer is None else str(answer)
 
 

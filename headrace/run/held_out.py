@@ -117,7 +117,8 @@ class HeldOutEvaluations:
         session, progress, say = self._session, self._session.progress, self._session.observer.screen.say
         if session.policy.publication is not None:
             await asyncio.wait({session.policy.publication})
-        evaluation = await Evaluator(self._recipe, session.roles, limit=limit).run(session.held_out)
+        evaluator = Evaluator(self._recipe, session.roles, limit=limit, on_progress=session.run.note_progress)
+        evaluation = await evaluator.run(session.held_out)
         session.policy.ledger.evaluation += evaluation.count
         session.samples = evaluation.episodes[:3]
         found = evaluation.metrics

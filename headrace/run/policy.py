@@ -22,7 +22,7 @@ from headrace.run.batches import (
     with_column,
 )
 from headrace.run.in_flight import GroupInFlight
-from headrace.run.metrics import NotFiniteGradient, SkippedSteps
+from headrace.run.metrics import SkippedSteps
 from headrace.run.policy_groups import PolicyGroups
 from headrace.tasks import Task
 from headrace.trainer import learning_rate
@@ -93,6 +93,7 @@ class PolicyState(PolicyGroups):
         started.batches += batches
         self._note_sent()
         started.steps += [trainer.step(batch, learning_rate=rate) for batch in batches]
+        self._room.set()  # a version with a step made must become whole, even if a stop came meanwhile
         if started.left:
             return None
         started.term_metrics = term_metrics(started.scored, used, recipe, version=version)
@@ -172,10 +173,10 @@ class PolicyState(PolicyGroups):
         self._tasks.hand_over()  # calls a user's sampler, which may raise
 
     def return_groups(self, failure: BaseException | None = None) -> None:
-        """Training failed: put its groups back into the buffer in order, so that a checkpoint written now is complete. If
-        something else failed, a version whose steps are all sent to another process stays: `Run.finish_started` waits for
+        """Put the groups in training back into the buffer in order, so that a checkpoint written now is complete. If something
+        else than a step failed, a version whose steps are all sent to another process stays: `Run.finish_started` waits for
         them."""
-        is_elsewhere = isinstance(failure, asyncio.CancelledError | NotFiniteGradient)
+        is_elsewhere = failure is not None and not any(started.has_failed for started in self.started)
         kept = [started for started in self.started if is_elsewhere and started.publishing is not None]
         returned = [started for started in self.started if started not in kept]
         for started in reversed(returned):

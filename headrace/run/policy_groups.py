@@ -249,12 +249,14 @@ class PolicyGroups:
             unscored = tuple(member for member in ended if not isinstance(member.outcome, Scored))
             entry = Entry(complete, group.task_fingerprint, unscored) if self.buffer.journal else None
             self._put(complete, entry=entry, place=place)
+            self._dropped_in_a_row = 0
             return
         self.ledger.settle("filtered", len(scored), reason="fewer than two siblings were scored" if scored else "")
         self._drop(complete.number, num_sampled(ended))
         self._filter()
         self._dropped_in_a_row += 1
-        limit = max(64, 4 * self.recipe.train.groups_per_batch) * self._units
+        # What cannot be trained often fails at once, and is replaced, while better groups are still generated.
+        limit = max(64, 4 * self.recipe.train.groups_per_batch, 8 * len(self.in_flight.groups)) * self._units
         if self._dropped_in_a_row >= limit:
             what = "groups" if self._units == 1 else "episodes"
             raise NoProgress(f"{limit} {what} in a row could not be trained; the last because: {reason}")

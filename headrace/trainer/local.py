@@ -46,6 +46,7 @@ class LocalTrainer:
         torch's cache for engines that slept during training and now need the GPU memory."""
         self._trainer, self._sync, self._timeline = trainer, sync, timeline
         self._frees_memory = frees_memory
+        self._saving = asyncio.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute") if in_threads else None
         self._copied: list[tuple[str, threading.Event]] = []  # of each publication and save: set when it has copied the weights
         self._is_held = asyncio.Event()  # the engines hold the last update, or it was aborted
@@ -149,14 +150,14 @@ class LocalTrainer:
         copied = threading.Event()
 
         def save() -> Fingerprints:
-            Path(folder).mkdir(parents=True, exist_ok=True)
             return self._trainer.save(Path(folder), on_read=copied.set)
 
         if self._thread is None:
             return await self._compute("save", save)
         await self._compute("save", lambda: self._copied.append(("save", copied)))
         try:
-            return await self._beside(f"save {self.version}", save)
+            async with self._saving:  # a rescue may come during a checkpoint; ranks exchange the weights of one at a time
+                return await self._beside(f"save {self.version}", save)
         finally:
             copied.set()
 
