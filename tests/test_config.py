@@ -369,7 +369,7 @@ def test_every_section_is_documented() -> None:
         ),
         (
             {"partial.cancel": "over_age", "buffer.unit": "episode", "train.advantage": "global"},
-            "siblings are cancelled together, but buffer.unit = 'episode' trains them apart",
+            "partial.cancel = 'over_age': siblings are cancelled together, but buffer.unit = 'episode' trains them apart",
         ),
         ({"partial.cancel": "over_age", "exact": True}, "partial.cancel = 'over_age': what is cancelled depends on timing"),
         (
