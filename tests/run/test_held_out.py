@@ -52,7 +52,7 @@ class World:
             policy=self.policy,
             roles=roles,
             observer=Observer(screen=self.said),
-            run=SimpleNamespace(spawn=self.spawn),
+            run=SimpleNamespace(spawn=self.spawn, note_progress=lambda: None),
             last_moment=0.0,
             samples=(),
             call=self.nothing,
